@@ -1,0 +1,1 @@
+"""Stable-Baselines3 callbacks for the in-context critic."""

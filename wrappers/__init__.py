@@ -1,0 +1,1 @@
+"""Gymnasium wrappers that keep a rolling context of transitions."""
