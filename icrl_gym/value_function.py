@@ -1,0 +1,251 @@
+"""ValueFunction: what conditioning on a context gives, and how the layers collapse to it.
+
+The query is masked out of the keys, so nothing that it does reaches the context, and the whole forward pass is
+
+    V_L(s) = sum_j c_j k(s_j, s),      c = sum_l alpha_l delta^(l)
+
+with delta^(l) the TD errors before layer l. A context is conditioned once; then a query costs one kernel value a center.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icrl_gym._typing import Bool, Float
+from icrl_gym.context import Context
+from icrl_gym.kernels import Kernel, NystromKernel
+
+__all__ = ["ValueFunction", "fixed_point", "iterate", "reward_center"]
+
+
+@dataclass(frozen=True)
+class ValueFunction:
+    """V(s) = shift + sum_j coefficients_j k(centers_j, s), the value function of a context.
+
+    Attributes:
+        kernel: k, with the temperature that the context gave it.
+        centers: (..., n, d): the states of the context, or its landmarks.
+        coefficients: (..., n)
+        center_mask: (..., n) bool, False for an empty place.
+        shift: (...): C of the value shift, 0 without.
+        offset: (...): b, what the literal read-out adds to the value, whatever the query: b = -gamma (V - C)(0).
+        td_errors: (..., L+1, n): the TD error of each transition of the context before each layer and after the last;
+            for infinite depth two rows, before and at the fixed point. Zero in empty places.
+    """
+
+    kernel: Kernel
+    centers: Float[Tensor, "*b n d"]
+    coefficients: Float[Tensor, "*b n"]
+    center_mask: Bool[Tensor, "*b n"]
+    shift: Float[Tensor, "*b"]
+    offset: Float[Tensor, "*b"]
+    td_errors: Float[Tensor, "*b l N"]
+
+    def __call__(self, states: Any) -> Float[Tensor, "*b m"]:
+        """V(states), without the offset.
+
+        Args:
+            states: (..., m, d)
+
+        Returns:
+            (..., m), in the units of the rewards.
+
+        Raises:
+            ValueError: Their last dimension is not d.
+        """
+        tensor = torch.as_tensor(states).to(self.centers)
+        if tensor.ndim < 2 or tensor.shape[-1] != self.centers.shape[-1]:
+            raise ValueError(
+                f"expected states of shape (..., m, {self.centers.shape[-1]}) like those of the context, "
+                f"got {tuple(tensor.shape)}."
+            )
+        tensor = tensor.expand(*self.centers.shape[:-2], *tensor.shape[-2:])
+        return self.shift.unsqueeze(-1) + expand(self.kernel, self.centers, self.center_mask, self.coefficients, tensor)
+
+
+def expand(
+    kernel: Kernel,
+    centers: Float[Tensor, "*#b n d"],
+    mask: Bool[Tensor, "*#b n"],
+    coefficients: Float[Tensor, "*#b n"],
+    states: Float[Tensor, "*#b m d"],
+) -> Float[Tensor, "*#b m"]:
+    """sum_j c_j k(s_j, s), for each state."""
+    return (coefficients.unsqueeze(-2) @ kernel(centers, states, mask)).squeeze(-2)
+
+
+def reward_center(context: Context, gamma: Tensor) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b"]]:
+    """The value shift: rewards for U, where V = U + C, that average zero over the context.
+
+        U's rewards = r_i - C (1 - gamma (1 - terminated_i)),    C = sum_i r_i / sum_i (1 - gamma (1 - terminated_i))
+
+    It is exact for any C, episode ends included. With gamma = 1 and no episode that ended no constant fits better than
+    another, and C = 0.
+
+    Args:
+        context: (...) contexts.
+        gamma: The discount.
+
+    Returns:
+        The shifted rewards (..., n) and C (...).
+
+    Source: Naik et al. 2024 (reward centering).
+    """
+    weight = (1 - gamma * (~context.terminated).to(context.rewards)) * context.mask
+    total = weight.sum(-1)
+    shift = torch.where(total > 0, context.rewards.sum(-1) / torch.where(total > 0, total, 1.0), 0.0)
+    return (context.rewards - shift.unsqueeze(-1) * weight), shift
+
+
+def iterate(
+    kernel: Kernel,
+    context: Context,
+    rewards: Float[Tensor, "*b n"],
+    shift: Float[Tensor, "*b"],
+    gamma: Tensor,
+    step_sizes: Float[Tensor, "L"],
+    normalizer: Callable[[Kernel, Tensor, Tensor, Tensor | None], Tensor],
+    has_offset: bool,
+) -> ValueFunction:
+    """L steps of kernelized TD(0), delta <- delta - alpha (K - gamma K')^T delta, and their coefficients.
+
+    Args:
+        kernel: k; a :class:`~icrl_gym.kernels.NystromKernel` makes each step linear in n.
+        context: (...) contexts.
+        rewards: (..., n), shifted if values are.
+        shift: (...), what is added to every value again.
+        gamma: The discount.
+        step_sizes: (L,), before normalization.
+        normalizer: From the kernel, the states, their mask and their kernel matrix to what divides the steps.
+        has_offset: Whether the query bootstraps, as in the literal construction.
+
+    Raises:
+        FloatingPointError: The layers diverge.
+    """
+    continues = (~context.terminated).to(rewards)
+    present = context.mask.to(rewards)
+    if isinstance(kernel, NystromKernel):
+        # k(u, w) = phi(u) . phi(w), so the step is two thin products: first to M dimensions, then back.
+        here = kernel.features(context.states) * present.unsqueeze(-1)
+        there = kernel.features(context.next_states) * (present * continues).unsqueeze(-1)
+        difference = here - gamma * there
+        alpha = step_sizes / normalizer(kernel, context.states, context.mask, None).unsqueeze(-1)
+        project, unproject = here.transpose(-1, -2), difference
+    else:
+        gram = kernel(context.states, context.states, context.mask)
+        alpha = step_sizes / normalizer(kernel, context.states, context.mask, gram).unsqueeze(-1)
+        bootstrap = kernel(context.states, context.next_states, context.mask) * continues.unsqueeze(-2)
+        project = None
+        unproject = ((gram - gamma * bootstrap) * present.unsqueeze(-2)).transpose(-1, -2)
+    delta = rewards * present
+    errors, weights = [delta], torch.zeros_like(unproject[..., 0, :])
+    for step in alpha.unbind(-1):
+        moved = step.unsqueeze(-1) * (delta if project is None else _apply(project, delta))
+        weights = weights + moved
+        delta = delta - _apply(unproject, moved)
+        errors.append(delta)
+    td_errors = torch.stack(errors, -2)
+    if not bool(torch.isfinite(td_errors).all()):
+        finite = torch.isfinite(td_errors).all(-1).reshape(-1, td_errors.shape[-2]).all(0)
+        first = int((~finite).nonzero()[0])
+        raise divergence(first - 1, len(step_sizes), float(td_errors[..., max(first - 1, 0), :].norm()))
+    return _value_function(kernel, context, weights, shift, gamma, td_errors, has_offset)
+
+
+def fixed_point(
+    kernel: Kernel,
+    context: Context,
+    rewards: Float[Tensor, "*b n"],
+    shift: Float[Tensor, "*b"],
+    gamma: Tensor,
+    ridge: float,
+    has_offset: bool,
+) -> ValueFunction:
+    """Infinite depth: the value function whose TD errors no further layer would change, but for the ridge rho.
+
+        (K - gamma K' + rho n I)^T c = r                                  every transition its own center
+        (Phi^T (Phi - gamma Phi') / n + rho I) w = Phi^T r / n            through landmarks, V(s) = phi(s) . w
+
+    With gamma = 0 this is kernel ridge regression with alpha = rho n. Solved in float64.
+
+    Args:
+        kernel: k; a :class:`~icrl_gym.kernels.NystromKernel` for the second form.
+        context: (...) contexts of n transitions.
+        rewards: (..., n), shifted if values are.
+        shift: (...), what is added to every value again.
+        gamma: The discount.
+        ridge: rho.
+        has_offset: Whether the literal read-out would carry an offset.
+
+    Raises:
+        FloatingPointError: The system has no unique solution.
+
+    Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD).
+    """
+    kind = rewards.dtype
+    states, next_states = context.states.double(), context.next_states.double()
+    target, discount = rewards.double() * context.mask, gamma.double()
+    continues = ((~context.terminated) & context.mask).double()
+    n = context.n_transitions.double().clamp_min(1.0)[..., None, None]
+    if isinstance(kernel, NystromKernel):
+        here = kernel.features(states) * context.mask.unsqueeze(-1)
+        there = kernel.features(next_states) * continues.unsqueeze(-1)
+        difference = here - discount * there
+        system = here.transpose(-1, -2) @ difference / n
+        right = _apply(here.transpose(-1, -2), target) / n.squeeze(-1)
+        # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
+        dead = (kernel.root.abs().amax(-2) == 0).double() if kernel.root.shape[-1] else right
+        system = system + torch.diag_embed(ridge + dead)
+    else:
+        gram = kernel(states, states, context.mask)
+        bootstrap = kernel(states, next_states, context.mask) * continues.unsqueeze(-2)
+        difference = ((gram - discount * bootstrap) * context.mask.unsqueeze(-2)).transpose(-1, -2)
+        right = target
+        system = difference + torch.diag_embed(ridge * n.squeeze(-1) + (~context.mask).double())
+    weights, info = torch.linalg.solve_ex(system, right)
+    errors = torch.stack([target, target - _apply(difference, weights)], -2)
+    if bool((info != 0).any()) or not bool(torch.isfinite(errors).all()):
+        raise FloatingPointError(
+            f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
+            f"the kernel can tell apart). Set a positive ridge, 1e-4 say."
+        )
+    return _value_function(kernel, context, weights.to(kind), shift, gamma, errors.to(kind), has_offset)
+
+
+def divergence(index: int, n_layers: int, norm: float) -> FloatingPointError:
+    """The error for layers that diverge: the layer (from 0), how many there are, the norm of the TD errors before it."""
+    return FloatingPointError(
+        f"the layers diverge: the TD errors are no longer finite after layer {index + 1} of {n_layers} (their norm before "
+        f'it was {norm:.3g}). Use step_normalization="row_sum", smaller step_sizes, or n_layers=math.inf.'
+    )
+
+
+def _apply(matrix: Float[Tensor, "*b i j"], vector: Float[Tensor, "*b j"]) -> Float[Tensor, "*b i"]:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _value_function(
+    kernel: Kernel,
+    context: Context,
+    weights: Tensor,
+    shift: Tensor,
+    gamma: Tensor,
+    td_errors: Tensor,
+    has_offset: bool,
+) -> ValueFunction:
+    if isinstance(kernel, NystromKernel):
+        # phi(s) . w = k(s, Z) (root w): back to coefficients of the landmarks themselves.
+        coefficients = _apply(kernel.root.to(weights), weights)
+        kernel, centers, mask = kernel.base, kernel.landmarks.to(weights), kernel.mask
+    else:
+        coefficients, centers, mask = weights, context.states, context.mask
+    coefficients = coefficients * mask
+    origin = centers.new_zeros(*centers.shape[:-2], 1, centers.shape[-1])
+    at_origin = expand(kernel, centers, mask, coefficients, origin).squeeze(-1)
+    offset = -gamma * at_origin if has_offset else torch.zeros_like(at_origin)
+    return ValueFunction(kernel, centers, coefficients, mask, shift, offset, td_errors)
