@@ -410,7 +410,7 @@ def median_distance(
         (...): 1 where there is no pair of different states, so that the scale is always positive and finite.
     """
     batch = states.shape[:-2]
-    flat = states.reshape(-1, *states.shape[-2:])
+    flat = states.reshape(batch.numel(), *states.shape[-2:])
     valid = states.new_ones(flat.shape[:-1], dtype=torch.bool) if mask is None else mask.reshape(flat.shape[:-1])
     medians = []
     for rows, present in zip(flat, valid, strict=True):

@@ -412,7 +412,7 @@ def strided_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M 
         (..., M, d) states and (..., M) bool, False where a context has fewer than M transitions.
     """
     size = min(most, len(context))
-    flat = context.states.reshape(-1, *context.states.shape[-2:])
+    flat = context.states.reshape(context.batch_shape.numel(), *context.states.shape[-2:])
     chosen, present = [], []
     for states, mask in zip(flat, context.mask.reshape(flat.shape[:-1]), strict=True):
         rows = mask.nonzero().squeeze(-1)
@@ -420,7 +420,7 @@ def strided_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M 
         chosen.append(torch.nn.functional.pad(states[rows], (0, 0, 0, size - len(rows))))
         present.append(torch.arange(size, device=states.device) < len(rows))
     shape = (*context.batch_shape, size)
-    return torch.stack(chosen).reshape(*shape, -1), torch.stack(present).reshape(shape)
+    return torch.stack(chosen).reshape(*shape, context.n_features), torch.stack(present).reshape(shape)
 
 
 def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: float | None) -> Tensor:

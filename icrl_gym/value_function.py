@@ -143,7 +143,7 @@ def iterate(
         project = None
         unproject = ((gram - gamma * bootstrap) * present.unsqueeze(-2)).transpose(-1, -2)
     delta = rewards * present
-    errors, weights = [delta], torch.zeros_like(unproject[..., 0, :])
+    errors, weights = [delta], unproject.new_zeros(*unproject.shape[:-2], unproject.shape[-1])
     for step in alpha.unbind(-1):
         moved = step.unsqueeze(-1) * (delta if project is None else _apply(project, delta))
         weights = weights + moved

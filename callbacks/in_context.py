@@ -1,0 +1,45 @@
+"""InContextCallback: everything that the in-context critic needs while an algorithm learns."""
+
+from __future__ import annotations
+
+from stable_baselines3.common.callbacks import CallbackList
+
+from icrl_gym.callbacks.advantage_centering import AdvantageCenteringCallback
+from icrl_gym.callbacks.context_sync import ContextSyncCallback
+from icrl_gym.callbacks.td_error import TDErrorCallback
+
+__all__ = ["InContextCallback"]
+
+
+class InContextCallback(CallbackList):
+    """Context sync, advantage centering and TD-error monitoring in one.
+
+    Args:
+        monitor: Whether to log TD errors; False saves their (small) cost.
+        log_interval: See :class:`~icrl_gym.callbacks.TDErrorCallback`.
+        figure_interval: See :class:`~icrl_gym.callbacks.TDErrorCallback`.
+        verbose: As for SB3.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> from stable_baselines3 import PPO
+        >>> from icrl_gym import InContextActorCriticPolicy
+        >>> from icrl_gym.wrappers import RollingContext
+        >>> env = RollingContext(gym.make("CartPole-v1"), length=512)
+        >>> model = PPO(InContextActorCriticPolicy, env, n_steps=64).learn(128, callback=InContextCallback())
+        >>> int(model.policy.critic.context.n_transitions[0])
+        64
+    """
+
+    def __init__(
+        self,
+        monitor: bool = True,
+        log_interval: int = 1,
+        figure_interval: int | None = 50_000,
+        verbose: int = 0,
+    ) -> None:
+        self.sync = ContextSyncCallback(verbose)
+        self.centering = AdvantageCenteringCallback(verbose)
+        self.td_error = TDErrorCallback(log_interval, figure_interval, verbose) if monitor else None
+        # The monitor after centering: it reads returns that are free of the offset.
+        super().__init__([self.sync, self.centering, *([self.td_error] if self.td_error else [])])

@@ -1,0 +1,318 @@
+"""InContextCritic: a value network that is conditioned on transitions instead of trained."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from icrl_gym._typing import Bool, Float
+from icrl_gym.context import Context
+from icrl_gym.kernels import Kernel, make_kernel
+from icrl_gym.transformer import InContextTransformer, Offset, StepNormalization
+from icrl_gym.value_function import ValueFunction, expand
+
+__all__ = ["InContextCritic", "standardization"]
+
+
+class InContextCritic(nn.Module):
+    """V(s) from a context of transitions, by a transformer with fixed weights. No parameter, no gradient.
+
+    The critic stands where Stable-Baselines3 has its value network: it maps (m, d) observations to (m, 1) values. In
+    between two calls of :meth:`condition` it is a pure function of the observation.
+
+    Args:
+        n_features: d, the length of a flattened observation.
+        transformer: A ready transformer (pretrained, say), instead of the arguments marked * below.
+        kernel: * A kernel or its name.
+        temperature: * Of a kernel given by name; ``"median"``: the median distance between states of the context.
+        n_layers: * Depth; ``math.inf`` solves for the limit of infinite depth.
+        step_sizes: * Of a finite depth: one number, or one a layer.
+        step_normalization: * ``"row_sum"``, ``"length"`` or ``"none"``.
+        ridge: * Of the infinite depth; default 1e-4.
+        n_landmarks: * States of the context to compare with; None for all of them (and for kernels that are not positive
+            definite).
+        value_shift: * Reward centering.
+        offset: * ``"centered"``: values carry the constant offset of the literal read-out, which
+            :class:`~icrl_gym.callbacks.AdvantageCenteringCallback` takes out of the advantages; ``"removed"``: they do not.
+        gamma: The discount. None: the algorithm's, which the callback brings.
+        standardize: Measure states in units of the context's own mean and standard deviation. A feature that hardly
+            varies is measured in units of the one that varies most, so that rounding noise stays small.
+        n_tasks: With more than 1, the last ``n_tasks`` entries of an observation are the one-hot of its task, and every
+            task has a context of its own.
+
+    Raises:
+        ValueError: An argument out of its range.
+
+    Source: He et al. 2026, section 3; the defaults are this package's own (``docs/critic.md``).
+    """
+
+    state_mean: Tensor
+    state_scale: Tensor
+    centers: Tensor
+    coefficients: Tensor
+    center_mask: Tensor
+    shift: Tensor
+    offset: Tensor
+    is_conditioned: Tensor
+
+    _of_the_context = ("state_mean", "state_scale", "centers", "coefficients", "center_mask", "shift", "offset")
+
+    def __init__(
+        self,
+        n_features: int,
+        *,
+        transformer: InContextTransformer | None = None,
+        kernel: str | Kernel = "laplacian",
+        temperature: float | str | None = None,
+        n_layers: float | None = None,
+        step_sizes: float | list[float] | None = None,
+        step_normalization: StepNormalization = "row_sum",
+        ridge: float | None = None,
+        n_landmarks: int | None = 256,
+        value_shift: bool = True,
+        offset: Offset = "centered",
+        gamma: float | None = None,
+        standardize: bool = True,
+        n_tasks: int = 1,
+    ) -> None:
+        super().__init__()
+        if n_tasks < 1 or (n_tasks > 1 and n_features <= n_tasks):
+            raise ValueError(
+                f"n_tasks must be at least 1 and, with a one-hot of the task in the observation, smaller than its "
+                f"{n_features} entries; got {n_tasks}."
+            )
+        self.gamma_given = gamma is not None or transformer is not None
+        if transformer is None:
+            if isinstance(kernel, str):
+                kernel = make_kernel(kernel, temperature)
+            elif temperature is not None:
+                raise ValueError(f"temperature belongs to a kernel given by name; {kernel} has its own.")
+            if n_layers is None and (step_sizes is None or isinstance(step_sizes, (int, float))):
+                n_layers = math.inf
+            transformer = InContextTransformer(
+                kernel,
+                step_sizes,
+                0.99 if gamma is None else gamma,
+                step_normalization,
+                n_layers=n_layers,
+                ridge=ridge,
+                value_shift=value_shift,
+                n_landmarks=n_landmarks,
+                offset=offset,
+            )
+        elif gamma is not None and not math.isclose(gamma, float(transformer.gamma)):
+            raise ValueError(f"gamma={gamma} is not the transformer's, {float(transformer.gamma)}; leave it out.")
+        self.transformer = transformer
+        self.n_features, self.n_tasks, self.standardize = n_features, n_tasks, standardize
+        self.is_synced = False  # a callback keeps the context up to date; a matter of this process, never saved
+        for name in self._of_the_context:
+            self.register_buffer(name, torch.zeros(0))
+        self.register_buffer("is_conditioned", torch.tensor(False))
+        self.kernel: Kernel = transformer.kernel
+        self.value_function: ValueFunction | None = None
+        self.context: Context | None = None
+        self.condition(Context.empty(n_features))
+        self.is_conditioned.fill_(False)
+
+    @property
+    def gamma(self) -> float:
+        """The discount."""
+        return float(self.transformer.gamma)
+
+    def match_gamma(self, gamma: float) -> None:
+        """Take the algorithm's discount, or say that it is not the one asked for.
+
+        Raises:
+            ValueError: The critic was given another discount.
+        """
+        if self.gamma_given and not math.isclose(gamma, self.gamma, rel_tol=0.0, abs_tol=1e-9):
+            raise ValueError(
+                f"the critic's gamma is {self.gamma:g} and the algorithm's is {gamma:g}: values would be of another problem. "
+                f"Leave gamma out of critic_kwargs, or give both the same."
+            )
+        self.transformer.gamma.fill_(gamma)
+
+    @torch.no_grad()
+    def condition(self, context: Context) -> None:
+        """Evaluate the policy on these transitions; the values stay so until the next call.
+
+        Args:
+            context: One context of (n, d) states, in the coordinates of the observations that :meth:`forward` will get
+                and the reward units of the algorithm. Several tasks are told apart by the one-hot in their states.
+                Without transitions (of a task) the value (of that task) is zero.
+
+        Raises:
+            ValueError: States with another number of features, or a batch of contexts.
+            FloatingPointError: The layers diverge on this context.
+        """
+        if context.batch_shape or context.n_features != self.n_features:
+            raise ValueError(f"the critic expects one context of states with {self.n_features} entries, got {context!r}.")
+        context = context.to(self.transformer.gamma.device, self.transformer.gamma.dtype)
+        context = context[context.mask]
+        if self.n_tasks > 1:
+            task = self._task(context.states)
+            context = Context.stack([context[task == t] for t in range(self.n_tasks)])
+        else:
+            context = Context.stack([context])
+        mean, scale = standardization(context.states, context.mask) if self.standardize else _unit(context.states)
+        context = Context(
+            (context.states - mean.unsqueeze(-2)) / scale.unsqueeze(-2),
+            context.rewards,
+            (context.next_states - mean.unsqueeze(-2)) / scale.unsqueeze(-2),
+            context.terminated,
+            context.truncated,
+            context.mask,
+        )
+        value = self.transformer.condition(context)
+        _check_growth(value)
+        self.context, self.value_function, self.kernel = context, value, value.kernel
+        self.state_mean, self.state_scale = mean, scale
+        self.centers, self.coefficients, self.center_mask = value.centers, value.coefficients, value.center_mask
+        self.shift, self.offset = value.shift, value.offset
+        self.is_conditioned.fill_(True)
+
+    @torch.no_grad()
+    def forward(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m 1"]:
+        """The values of observations, with the offset of the literal read-out if ``offset="centered"``.
+
+        Raises:
+            RuntimeError: The critic was never conditioned.
+        """
+        if not self.is_conditioned:
+            raise RuntimeError(
+                "the in-context critic has no context yet: nothing has conditioned it. Pass `callback=InContextCallback()` "
+                "to `learn`, or call `critic.condition(context)`."
+            )
+        states = observations.to(self.centers)
+        if self.n_tasks == 1:
+            values = self._values(states.unsqueeze(0)).squeeze(0)
+        else:
+            # Rows are laid out one task a line, for one batched evaluation whatever the number of tasks.
+            task = self._task(states)
+            order = torch.argsort(task, stable=True)
+            counts = torch.bincount(task, minlength=self.n_tasks)
+            first = counts.cumsum(0) - counts
+            slot = torch.empty_like(task)
+            slot[order] = torch.arange(len(task), device=task.device) - first[task[order]]
+            grid = states.new_zeros(self.n_tasks, int(counts.max()) if len(task) else 0, self.n_features)
+            grid[task, slot] = states
+            values = self._values(grid)[task, slot]
+        return values.unsqueeze(-1).to(observations.dtype)
+
+    def offsets(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m"]:
+        """What :meth:`forward` adds to the value of each observation: b of its task."""
+        if self.n_tasks == 1:
+            return self.offset.expand(len(observations))
+        return self.offset[self._task(observations)]
+
+    def td_error_by_depth(self, depths: tuple[int, ...] = (0, 1, 2, 4, 8, 16, 32, 64)) -> dict[float, float]:
+        """Root mean square TD error of the context after so many layers.
+
+        A critic of infinite depth shows what layers of unit ``row_sum`` steps with its kernel would reach, and its own
+        fixed point as depth ``math.inf``.
+        """
+        if self.context is None or self.value_function is None:
+            return {}
+        own, context = self.transformer, self.context
+        errors = self.value_function.td_errors
+        if not own.infinite:
+            last = errors.shape[-2] - 1
+            return {depth: _rms(errors[..., depth, :], context.mask) for depth in sorted({*depths, last}) if depth <= last}
+        layers = InContextTransformer(
+            own.kernel,
+            gamma=self.gamma,
+            n_layers=max(depths),
+            value_shift=own.value_shift,
+            n_landmarks=own.n_landmarks,
+        ).to(errors.device)
+        # A thousand transitions tell a root mean square to a few per cent, at a fraction of the cost.
+        stride = max(1, len(context) // 1024)
+        sample = _every(context, stride)
+        finite = layers.condition(sample).td_errors
+        curve: dict[float, float] = {depth: _rms(finite[..., depth, :], sample.mask) for depth in depths}
+        return {**curve, math.inf: _rms(errors[..., -1, :], context.mask)}
+
+    def _values(self, states: Float[Tensor, "t m d"]) -> Float[Tensor, "t m"]:
+        states = (states - self.state_mean.unsqueeze(-2)) / self.state_scale.unsqueeze(-2)
+        value = expand(self.kernel, self.centers, self.center_mask, self.coefficients, states)
+        return value + (self.shift + self.offset).unsqueeze(-1)
+
+    def _task(self, states: Float[Tensor, "m d"]) -> Tensor:
+        # The largest entry, not the entry equal to 1: VecNormalize rescales the one-hot but keeps its order.
+        return states[..., -self.n_tasks :].argmax(-1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # The context's size is data, not architecture: buffers take the shape of what is loaded.
+        for name in self._of_the_context:
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                setattr(self, name, getattr(self, name).new_empty(saved.shape, dtype=saved.dtype))
+        self.context = self.value_function = None
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"n_features={self.n_features}, n_tasks={self.n_tasks}, standardize={self.standardize}"
+
+
+def standardization(
+    states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], floor: float = 1e-6
+) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
+    """Mean and scale of each feature of a context.
+
+    The scale is the standard deviation. A feature whose deviation is below ``floor`` of its mean, or of the deviation of
+    the feature that varies most, is constant but for rounding: it is measured in units of the latter, so that its noise
+    stays small and a real change still counts. A context whose states are all equal has the scale 1.
+
+    Args:
+        states: (..., n, d)
+        mask: (..., n) bool, False for an empty place.
+        floor: What counts as no variation.
+
+    Returns:
+        (..., d) and (..., d), the second positive.
+    """
+    weight = mask.to(states).unsqueeze(-1)
+    n = weight.sum(-2).clamp_min(1.0)
+    mean = (states * weight).sum(-2) / n
+    deviation = (((states - mean.unsqueeze(-2)) * weight).square().sum(-2) / n).sqrt()
+    largest = deviation.amax(-1, keepdim=True)
+    constant = (deviation <= floor * mean.abs()) | (deviation <= floor * largest)
+    scale = torch.where(constant, largest, deviation)
+    return mean, torch.where(scale > 0, scale, 1.0)
+
+
+def _unit(states: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
+    shape = (*states.shape[:-2], states.shape[-1])
+    return states.new_zeros(shape), states.new_ones(shape)
+
+
+def _every(context: Context, stride: int) -> Context:
+    take = slice(None, None, stride)
+    return Context(
+        context.states[..., take, :],
+        context.rewards[..., take],
+        context.next_states[..., take, :],
+        context.terminated[..., take],
+        context.truncated[..., take],
+        context.mask[..., take],
+    )
+
+
+def _rms(errors: Float[Tensor, "*b n"], mask: Bool[Tensor, "*b n"]) -> float:
+    return float(errors[mask].square().mean().sqrt()) if bool(mask.any()) else 0.0
+
+
+def _check_growth(value: ValueFunction, most: float = 1e3) -> None:
+    before, after = (value.td_errors[..., row, :].norm(dim=-1) for row in (0, -1))
+    grown = after > most * before
+    if bool((grown & (before > 0)).any()):
+        worst = int((after / before.clamp_min(1e-300)).argmax())
+        raise FloatingPointError(
+            f"the critic's layers diverge on this context: the norm of the TD errors grew from {float(before[worst]):.3g} to "
+            f"{float(after[worst]):.3g} over {value.td_errors.shape[-2] - 1} layers. "
+            f'Use step_normalization="row_sum", smaller step_sizes, or n_layers=math.inf.'
+        )

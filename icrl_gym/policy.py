@@ -1,0 +1,134 @@
+"""InContextActorCriticPolicy: Stable-Baselines3's actor-critic policy with an in-context critic for a value network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.torch_layers import (
+    CombinedExtractor,
+    FlattenExtractor,
+    MlpExtractor,
+)
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from torch import Tensor, nn
+
+from icrl_gym.critic import InContextCritic
+
+__all__ = ["InContextActorCriticPolicy"]
+
+
+class InContextActorCriticPolicy(ActorCriticPolicy):
+    """An actor that learns beside a critic that does not: for stock PPO, A2C and sb3-contrib's TRPO.
+
+    The actor is SB3's own. Values come from an :class:`~icrl_gym.critic.InContextCritic`, which
+    :class:`~icrl_gym.callbacks.InContextCallback` conditions at the start of every rollout. No parameter of the critic
+    exists, so none is in the optimizer; what its context gave it is in the ``state_dict`` and so in ``PPO.save``.
+
+    The policy reads an entry of an observation that is not finite as zero, so that one bad observation cannot make its
+    parameters NaN.
+
+    Args:
+        observation_space: Anything that is not an image: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict of them.
+        action_space: As for SB3.
+        lr_schedule: As for SB3.
+        critic_kwargs: Arguments of :class:`~icrl_gym.critic.InContextCritic`.
+        **kwargs: Arguments of SB3's ``ActorCriticPolicy``. ``net_arch`` describes the actor; its ``vf`` part is not used.
+
+    Raises:
+        ValueError: An observation space of images, or an argument of the critic out of its range.
+
+    Source: He et al. 2026, section 3; the use in PPO is this package's own.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> from stable_baselines3 import PPO
+        >>> from icrl_gym.callbacks import InContextCallback
+        >>> from icrl_gym.wrappers import RollingContext
+        >>> env = RollingContext(gym.make("Pendulum-v1"), length=1024)
+        >>> model = PPO(InContextActorCriticPolicy, env, n_steps=64, gamma=0.9)
+        >>> model = model.learn(128, callback=InContextCallback())
+    """
+
+    value_net: InContextCritic  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        lr_schedule: Schedule,
+        *args: Any,
+        critic_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_images(observation_space)
+        self.critic_kwargs = dict(critic_kwargs or {})
+        if isinstance(observation_space, spaces.Dict):
+            kwargs.setdefault("features_extractor_class", CombinedExtractor)
+        super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
+
+    @property
+    def critic(self) -> InContextCritic:
+        """The critic; SB3's name for the same module is ``value_net``."""
+        return self.value_net
+
+    def _build_mlp_extractor(self) -> None:
+        actor = self.net_arch.get("pi", []) if isinstance(self.net_arch, dict) else self.net_arch
+        self.mlp_extractor = MlpExtractor(
+            self.features_dim, net_arch={"pi": actor, "vf": []}, activation_fn=self.activation_fn, device=self.device
+        )
+
+    def _build(self, lr_schedule: Schedule) -> None:
+        # The critic reads the flattened observation, whatever features the actor learns: they would move under the context.
+        self.share_features_extractor = False
+        flatten = CombinedExtractor if isinstance(self.observation_space, spaces.Dict) else FlattenExtractor
+        self.vf_features_extractor = flatten(self.observation_space)
+        for extractor in (self.pi_features_extractor, self.vf_features_extractor):
+            extractor.register_forward_pre_hook(_finite_input)
+        super()._build(lr_schedule)
+        self.value_net = InContextCritic(self.vf_features_extractor.features_dim, **self.critic_kwargs)
+        # Again, now without the parameters of the value network that SB3 has built in the meantime.
+        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+
+    def critic_states(self, obs: PyTorchObs) -> Tensor:
+        """What the critic sees of observations: (m, d), flattened."""
+        # BasePolicy's method: ActorCriticPolicy's own returns the features of both networks.
+        return super(ActorCriticPolicy, self).extract_features(obs, self.vf_features_extractor)
+
+    def evaluate_actions(self, obs: PyTorchObs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """SB3's, once more of the frozen values of the rollout.
+
+        Raises:
+            RuntimeError: An update whose rollout no callback prepared: its values would be of an old context.
+        """
+        if self.training and torch.is_grad_enabled() and not self.critic.is_synced:
+            raise RuntimeError(
+                "this policy is being trained without its callback, so the critic's context is not kept up to date. "
+                "Pass `callback=InContextCallback()` to `learn`."
+            )
+        return super().evaluate_actions(obs, actions)
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        return {**super()._get_constructor_parameters(), "critic_kwargs": self.critic_kwargs}
+
+
+def _finite_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward hook: entries of an observation that are not finite become zero."""
+    (observations,) = args
+    if isinstance(observations, dict):
+        return ({key: torch.nan_to_num(value, 0.0, 0.0, 0.0) for key, value in observations.items()},)
+    return (torch.nan_to_num(observations, 0.0, 0.0, 0.0),)
+
+
+def _refuse_images(space: spaces.Space) -> None:
+    parts = space.spaces.items() if isinstance(space, spaces.Dict) else [("", space)]
+    for name, part in parts:
+        if is_image_space(part):
+            of = f"{name!r} of the observation space" if name else "the observation space"
+            raise ValueError(
+                f"{of} is an image, {part}: distances between raw pixels say little about values. "
+                f"Encode images to a vector in a wrapper first (and wrap that in RollingContext)."
+            )
