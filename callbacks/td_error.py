@@ -64,7 +64,9 @@ class TDErrorCallback(RolloutCallback):
             if interval is not None and interval < 1:
                 raise ValueError(f"{name} must be at least 1 environment step, got {interval}.")
         self.log_interval, self.figure_interval = log_interval, figure_interval
-        self._next_log = self._next_figure = 0
+        self._next_log = 0
+        # Not at once: the first import of matplotlib takes seconds, and before any transition there is little to see.
+        self._next_figure = figure_interval or 0
         self._pending: list[np.ndarray] = []
 
     def _on_training_start(self) -> None:
@@ -170,7 +172,9 @@ def effective_rank(critic: InContextCritic) -> float:
         return 0.0
     with torch.no_grad():
         gram = critic.kernel(centers, centers, mask) * mask.unsqueeze(-2)
-        spectrum = torch.linalg.svdvals(gram)
+        # Singular values, because softmax attention is not symmetric; elsewhere they are the eigenvalues, found faster.
+        symmetric = critic.kernel.positive_definite
+        spectrum = torch.linalg.eigvalsh(gram).abs() if symmetric else torch.linalg.svdvals(gram)
         share = spectrum / spectrum.sum(-1, keepdim=True).clamp_min(1e-300)
         return float(torch.special.entr(share).sum(-1).exp().max())
 

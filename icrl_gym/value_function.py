@@ -130,24 +130,24 @@ def iterate(
     continues = (~context.terminated).to(rewards)
     present = context.mask.to(rewards)
     if isinstance(kernel, NystromKernel):
-        # k(u, w) = phi(u) . phi(w), so the step is two thin products: first to M dimensions, then back.
-        here = kernel.features(context.states) * present.unsqueeze(-1)
-        there = kernel.features(context.next_states) * (present * continues).unsqueeze(-1)
-        difference = here - gamma * there
-        alpha = step_sizes / normalizer(kernel, context.states, context.mask, None).unsqueeze(-1)
-        project, unproject = here.transpose(-1, -2), difference
+        # V(s) = k(s, Z) root w, so a step is two thin products: first to M dimensions, then back to n.
+        here, there = successive(kernel.base, kernel.landmarks, context, kernel.mask)
+        gram = None
     else:
-        gram = kernel(context.states, context.states, context.mask)
-        alpha = step_sizes / normalizer(kernel, context.states, context.mask, gram).unsqueeze(-1)
-        bootstrap = kernel(context.states, context.next_states, context.mask) * continues.unsqueeze(-2)
-        project = None
-        unproject = ((gram - gamma * bootstrap) * present.unsqueeze(-2)).transpose(-1, -2)
+        here, there = successive(kernel, context.states, context, context.mask)
+        gram = here
+    alpha = step_sizes / normalizer(kernel, context.states, context.mask, gram).unsqueeze(-1)
+    root = kernel.root.to(rewards) if isinstance(kernel, NystromKernel) else None
+    difference = (here - gamma * continues.unsqueeze(-2) * there) * present.unsqueeze(-2)
+    difference = difference.transpose(-1, -2)
     delta = rewards * present
-    errors, weights = [delta], unproject.new_zeros(*unproject.shape[:-2], unproject.shape[-1])
+    errors, weights = [delta], here.new_zeros(here.shape[:-1])
     for step in alpha.unbind(-1):
-        moved = step.unsqueeze(-1) * (delta if project is None else _apply(project, delta))
+        moved = step.unsqueeze(-1) * delta
+        if root is not None:
+            moved = _apply(root, _apply(root.transpose(-1, -2), _apply(here, moved)))
         weights = weights + moved
-        delta = delta - _apply(unproject, moved)
+        delta = delta - _apply(difference, moved)
         errors.append(delta)
     td_errors = torch.stack(errors, -2)
     if not bool(torch.isfinite(td_errors).all()):
@@ -188,33 +188,52 @@ def fixed_point(
     Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD).
     """
     kind = rewards.dtype
-    states, next_states = context.states.double(), context.next_states.double()
+    doubled = context.to(dtype=torch.float64)
     target, discount = rewards.double() * context.mask, gamma.double()
-    continues = ((~context.terminated) & context.mask).double()
+    present = context.mask.double().unsqueeze(-2)
+    continues = (~context.terminated).double().unsqueeze(-2) * present
     n = context.n_transitions.double().clamp_min(1.0)[..., None, None]
     if isinstance(kernel, NystromKernel):
-        here = kernel.features(states) * context.mask.unsqueeze(-1)
-        there = kernel.features(next_states) * continues.unsqueeze(-1)
-        difference = here - discount * there
-        system = here.transpose(-1, -2) @ difference / n
-        right = _apply(here.transpose(-1, -2), target) / n.squeeze(-1)
+        here, there = successive(kernel.base, kernel.landmarks.double(), doubled, kernel.mask)
+        difference = (here * present - discount * continues * there).transpose(-1, -2)
+        root = kernel.root
+        system = root.transpose(-1, -2) @ (here @ difference) @ root / n
+        right = _apply(root.transpose(-1, -2), _apply(here, target)) / n.squeeze(-1)
         # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
-        dead = (kernel.root.abs().amax(-2) == 0).double() if kernel.root.shape[-1] else right
+        dead = (root.abs().sum(-2) == 0).double()
         system = system + torch.diag_embed(ridge + dead)
     else:
-        gram = kernel(states, states, context.mask)
-        bootstrap = kernel(states, next_states, context.mask) * continues.unsqueeze(-2)
-        difference = ((gram - discount * bootstrap) * context.mask.unsqueeze(-2)).transpose(-1, -2)
+        here, there = successive(kernel, doubled.states, doubled, context.mask)
+        difference = ((here - discount * continues * there) * present).transpose(-1, -2)
         right = target
         system = difference + torch.diag_embed(ridge * n.squeeze(-1) + (~context.mask).double())
-    weights, info = torch.linalg.solve_ex(system, right)
-    errors = torch.stack([target, target - _apply(difference, weights)], -2)
+    solution, info = torch.linalg.solve_ex(system, right)
+    # V(s) = phi(s) . w = k(s, Z) (root w): coefficients of the landmarks themselves.
+    coefficients = _apply(kernel.root, solution) if isinstance(kernel, NystromKernel) else solution
+    errors = torch.stack([target, target - _apply(difference, coefficients)], -2)
     if bool((info != 0).any()) or not bool(torch.isfinite(errors).all()):
         raise FloatingPointError(
             f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
             f"the kernel can tell apart). Set a positive ridge, 1e-4 say."
         )
-    return _value_function(kernel, context, weights.to(kind), shift, gamma, errors.to(kind), has_offset)
+    return _value_function(kernel, context, coefficients.to(kind), shift, gamma, errors.to(kind), has_offset)
+
+
+def successive(
+    kernel: Kernel, centers: Float[Tensor, "*b M d"], context: Context, mask: Bool[Tensor, "*b M"]
+) -> tuple[Float[Tensor, "*b M n"], Float[Tensor, "*b M n"]]:
+    """k(centers, s_j) and k(centers, s'_j) of a context.
+
+    Where the next transition goes on from this one (s_{j+1} = s'_j, most of a rolling context) its column is taken instead
+    of computed again.
+    """
+    here = kernel(centers, context.states, mask)
+    follows = (context.next_states[..., :-1, :] == context.states[..., 1:, :]).all(-1)
+    breaks = ~follows.reshape(-1, follows.shape[-1]).all(0) if follows.numel() else follows.new_ones(follows.shape[-1])
+    rows = torch.nn.functional.pad(breaks, (0, 1 if len(context) else 0), value=True).nonzero().squeeze(-1)
+    there = torch.roll(here, -1, -1)
+    there[..., rows] = kernel(centers, context.next_states[..., rows, :], mask)
+    return here, there
 
 
 def divergence(index: int, n_layers: int, norm: float) -> FloatingPointError:
@@ -232,18 +251,16 @@ def _apply(matrix: Float[Tensor, "*b i j"], vector: Float[Tensor, "*b j"]) -> Fl
 def _value_function(
     kernel: Kernel,
     context: Context,
-    weights: Tensor,
+    coefficients: Tensor,
     shift: Tensor,
     gamma: Tensor,
     td_errors: Tensor,
     has_offset: bool,
 ) -> ValueFunction:
     if isinstance(kernel, NystromKernel):
-        # phi(s) . w = k(s, Z) (root w): back to coefficients of the landmarks themselves.
-        coefficients = _apply(kernel.root.to(weights), weights)
-        kernel, centers, mask = kernel.base, kernel.landmarks.to(weights), kernel.mask
+        kernel, centers, mask = kernel.base, kernel.landmarks.to(coefficients), kernel.mask
     else:
-        coefficients, centers, mask = weights, context.states, context.mask
+        centers, mask = context.states, context.mask
     coefficients = coefficients * mask
     origin = centers.new_zeros(*centers.shape[:-2], 1, centers.shape[-1])
     at_origin = expand(kernel, centers, mask, coefficients, origin).squeeze(-1)
