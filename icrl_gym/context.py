@@ -124,7 +124,12 @@ class Context:
         return f"Context(n={len(self)}, d={self.n_features}{batch}{filled})"
 
     def __getitem__(self, index: Any) -> Context:
-        """Contexts of the batch, or (for one context) transitions of it: any index that torch understands."""
+        """Transitions, by any index that torch understands; of a batch, contexts first and ``[..., rows]`` for transitions."""
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis:
+            rows = index[1]
+            return Context(
+                *(getattr(self, name)[(..., rows) if _n_dim(name) == -1 else (..., rows, slice(None))] for name in _FIELDS)
+            )
         if not self.batch_shape and isinstance(index, int):
             index = slice(index, None if index == -1 else index + 1)
         return Context(*(getattr(self, name)[index] for name in _FIELDS))

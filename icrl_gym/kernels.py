@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
+from icrl_gym.distances import euclidean
 
 __all__ = [
     "ExponentialKernel",
@@ -148,7 +149,7 @@ class RBFKernel(_TemperatureKernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        return torch.exp(-_distance(keys, queries).square() / (2 * self._scale(keys)))
+        return torch.exp(-euclidean(keys, queries).square() / (2 * self._scale(keys)))
 
 
 class LaplacianKernel(_TemperatureKernel):
@@ -163,7 +164,7 @@ class LaplacianKernel(_TemperatureKernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        return torch.exp(-_distance(keys, queries) / self._scale(keys))
+        return torch.exp(-euclidean(keys, queries) / self._scale(keys))
 
 
 class MaternKernel(_TemperatureKernel):
@@ -177,7 +178,7 @@ class MaternKernel(_TemperatureKernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        x = math.sqrt(3) * _distance(keys, queries) / self._scale(keys)
+        x = math.sqrt(3) * euclidean(keys, queries) / self._scale(keys)
         return (1 + x) * torch.exp(-x)
 
 
@@ -426,12 +427,6 @@ def strided_rows(n: int, most: int, device: torch.device | None = None) -> Tenso
     """At most ``most`` of n rows, evenly spread: all time, and every environment of a pooled context, is represented."""
     count = min(n, most)
     return (torch.arange(count, device=device) * n) // max(count, 1)
-
-
-def _distance(keys: Float[Tensor, "*#b n d"], queries: Float[Tensor, "*#b m d"]) -> Float[Tensor, "*#b n m"]:
-    # Not by |u|^2 + |w|^2 - 2 <u, w>, whose error is the square root of the precision near the diagonal and grows with
-    # the distance from the origin.
-    return torch.cdist(keys, queries, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _inner(keys: Float[Tensor, "*#b n d"], queries: Float[Tensor, "*#b m d"]) -> Float[Tensor, "*#b n m"]:

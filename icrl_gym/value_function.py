@@ -71,7 +71,7 @@ class ValueFunction:
 def expand(
     kernel: Kernel,
     centers: Float[Tensor, "*#b n d"],
-    mask: Bool[Tensor, "*#b n"],
+    mask: Bool[Tensor, "*#b n"] | None,
     coefficients: Float[Tensor, "*#b n"],
     states: Float[Tensor, "*#b m d"],
 ) -> Float[Tensor, "*#b m"]:
@@ -127,20 +127,17 @@ def iterate(
     Raises:
         FloatingPointError: The layers diverge.
     """
-    continues = (~context.terminated).to(rewards)
-    present = context.mask.to(rewards)
     if isinstance(kernel, NystromKernel):
         # V(s) = k(s, Z) root w, so a step is two thin products: first to M dimensions, then back to n.
-        here, there = successive(kernel.base, kernel.landmarks, context, kernel.mask)
+        here, difference = temporal_difference(kernel.base, kernel.landmarks, context, kernel.mask, gamma)
         gram = None
     else:
-        here, there = successive(kernel, context.states, context, context.mask)
+        here, difference = temporal_difference(kernel, context.states, context, context.mask, gamma)
         gram = here
     alpha = step_sizes / normalizer(kernel, context.states, context.mask, gram).unsqueeze(-1)
     root = kernel.root.to(rewards) if isinstance(kernel, NystromKernel) else None
-    difference = (here - gamma * continues.unsqueeze(-2) * there) * present.unsqueeze(-2)
     difference = difference.transpose(-1, -2)
-    delta = rewards * present
+    delta = rewards * context.mask
     errors, weights = [delta], here.new_zeros(here.shape[:-1])
     for step in alpha.unbind(-1):
         moved = step.unsqueeze(-1) * delta
@@ -188,29 +185,34 @@ def fixed_point(
     Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD).
     """
     kind = rewards.dtype
-    doubled = context.to(dtype=torch.float64)
-    target, discount = rewards.double() * context.mask, gamma.double()
-    present = context.mask.double().unsqueeze(-2)
-    continues = (~context.terminated).double().unsqueeze(-2) * present
-    n = context.n_transitions.double().clamp_min(1.0)[..., None, None]
+    context = context.to(dtype=torch.float64)
+    target, gamma = rewards.double() * context.mask, gamma.double()
+    n = context.n_transitions.double().clamp_min(1.0).unsqueeze(-1)
     if isinstance(kernel, NystromKernel):
-        here, there = successive(kernel.base, kernel.landmarks.double(), doubled, kernel.mask)
-        difference = (here * present - discount * continues * there).transpose(-1, -2)
+        # Block by block: each one's kernel values are used while they are still in the processor's cache.
         root = kernel.root
-        system = root.transpose(-1, -2) @ (here @ difference) @ root / n
-        right = _apply(root.transpose(-1, -2), _apply(here, target)) / n.squeeze(-1)
+        system, right = root.new_zeros(root.shape), root.new_zeros(root.shape[:-1])
+        differences = []
+        for rows in blocks(len(context)):
+            here, difference = temporal_difference(
+                kernel.base, kernel.landmarks.double(), context[..., rows], kernel.mask, gamma
+            )
+            system = system + here @ difference.transpose(-1, -2)
+            right = right + _apply(here, target[..., rows])
+            differences.append(difference)
         # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
         dead = (root.abs().sum(-2) == 0).double()
-        system = system + torch.diag_embed(ridge + dead)
+        system = root.transpose(-1, -2) @ system @ root / n.unsqueeze(-1) + torch.diag_embed(ridge + dead)
+        right = _apply(root.transpose(-1, -2), right) / n
     else:
-        here, there = successive(kernel, doubled.states, doubled, context.mask)
-        difference = ((here - discount * continues * there) * present).transpose(-1, -2)
-        right = target
-        system = difference + torch.diag_embed(ridge * n.squeeze(-1) + (~context.mask).double())
+        _, difference = temporal_difference(kernel, context.states, context, context.mask, gamma)
+        right, differences = target, [difference]
+        system = difference.transpose(-1, -2) + torch.diag_embed(ridge * n + (~context.mask).double())
     solution, info = torch.linalg.solve_ex(system, right)
     # V(s) = phi(s) . w = k(s, Z) (root w): coefficients of the landmarks themselves.
     coefficients = _apply(kernel.root, solution) if isinstance(kernel, NystromKernel) else solution
-    errors = torch.stack([target, target - _apply(difference, coefficients)], -2)
+    predicted = [_apply(difference.transpose(-1, -2), coefficients) for difference in differences]
+    errors = torch.stack([target, target - torch.cat(predicted, -1) if predicted else target], -2)
     if bool((info != 0).any()) or not bool(torch.isfinite(errors).all()):
         raise FloatingPointError(
             f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
@@ -219,21 +221,33 @@ def fixed_point(
     return _value_function(kernel, context, coefficients.to(kind), shift, gamma, errors.to(kind), has_offset)
 
 
-def successive(
-    kernel: Kernel, centers: Float[Tensor, "*b M d"], context: Context, mask: Bool[Tensor, "*b M"]
+def temporal_difference(
+    kernel: Kernel,
+    centers: Float[Tensor, "*b M d"],
+    context: Context,
+    mask: Bool[Tensor, "*b M"],
+    gamma: Tensor,
 ) -> tuple[Float[Tensor, "*b M n"], Float[Tensor, "*b M n"]]:
-    """k(centers, s_j) and k(centers, s'_j) of a context.
+    """k(centers, s_j), and k(centers, s_j) - gamma (1 - terminated_j) k(centers, s'_j), for the transitions of a context.
 
-    Where the next transition goes on from this one (s_{j+1} = s'_j, most of a rolling context) its column is taken instead
-    of computed again.
+    Columns of empty places are zero. Where the next transition goes on from this one (s_{j+1} = s'_j, most of a rolling
+    context) the column of its state is taken instead of computed again.
     """
+    present = None if bool(context.mask.all()) else context.mask.unsqueeze(-2)
     here = kernel(centers, context.states, mask)
+    here = here if present is None else here * present
     follows = (context.next_states[..., :-1, :] == context.states[..., 1:, :]).all(-1)
-    breaks = ~follows.reshape(-1, follows.shape[-1]).all(0) if follows.numel() else follows.new_ones(follows.shape[-1])
-    rows = torch.nn.functional.pad(breaks, (0, 1 if len(context) else 0), value=True).nonzero().squeeze(-1)
+    breaks = ~follows.reshape(context.batch_shape.numel(), follows.shape[-1]).all(0)
+    rows = torch.nn.functional.pad(breaks, (0, min(len(context), 1)), value=True).nonzero().squeeze(-1)
     there = torch.roll(here, -1, -1)
     there[..., rows] = kernel(centers, context.next_states[..., rows, :], mask)
-    return here, there
+    discount = gamma * (~context.terminated & context.mask).to(here).unsqueeze(-2)
+    return here, here - discount * there
+
+
+def blocks(n: int, size: int = 2048) -> list[slice]:
+    """Slices of at most ``size`` that cover n rows."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def divergence(index: int, n_layers: int, norm: float) -> FloatingPointError:
