@@ -37,7 +37,7 @@ def generalized_advantages(
 
 
 def offset_effect(
-    offset: npt.ArrayLike, terminated: npt.ArrayLike, ends: npt.ArrayLike, gamma: float, gae_lambda: float
+    offset: float | npt.ArrayLike, terminated: npt.ArrayLike, ends: npt.ArrayLike, gamma: float, gae_lambda: float
 ) -> npt.NDArray[np.float64]:
     """b G_t: how much lower the advantages are because every value is too high by b.
 
@@ -65,7 +65,7 @@ def offset_effect(
 
 def center(
     advantages: npt.ArrayLike,
-    offset: npt.ArrayLike,
+    offset: float | npt.ArrayLike,
     terminated: npt.ArrayLike,
     ends: npt.ArrayLike,
     gamma: float,
