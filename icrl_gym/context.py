@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -220,7 +218,7 @@ class TransitionBuffer:
     """A ring buffer of the newest ``capacity`` transitions, behind every rolling context.
 
     Arrays are copied in and out: neither a reused observation buffer nor a change to what :meth:`context` returned
-    reaches what is stored. A transition with a value that is not finite is refused and counted, with one warning.
+    reaches what is stored. Values must be finite: whoever records refuses others.
 
     Args:
         capacity: How many transitions are kept. At least 1.
@@ -239,8 +237,7 @@ class TransitionBuffer:
         self._truncated = np.zeros(self.capacity, np.bool_)
         self._head = 0  # where the next transition goes
         self._size = 0
-        self._last_was_added = False
-        self.n_refused = 0
+        self._newest_is_last = False
 
     def __len__(self) -> int:
         """How many transitions are stored: at most ``capacity``."""
@@ -248,7 +245,7 @@ class TransitionBuffer:
 
     def add(
         self, state: np.ndarray, reward: float, next_state: np.ndarray, terminated: bool, truncated: bool = False
-    ) -> bool:
+    ) -> None:
         """Store one transition, in place of the oldest when full.
 
         Args:
@@ -257,25 +254,7 @@ class TransitionBuffer:
             next_state: (d,), before any reset.
             terminated: The episode ended here.
             truncated: The episode was cut here.
-
-        Returns:
-            Whether it was stored; False if a value was not finite.
         """
-        # A dot product is not finite if an entry is not; one that only overflowed is looked at again, entry by entry.
-        # Python floats, because NumPy's warn of inf - inf.
-        if not math.isfinite(float(reward) + float(state.dot(state)) + float(next_state.dot(next_state))) and not (
-            math.isfinite(reward) and np.isfinite(state).all() and np.isfinite(next_state).all()
-        ):
-            self.n_refused += 1
-            self._last_was_added = False
-            if self.n_refused == 1:
-                warnings.warn(
-                    "RollingContext: a transition with a NaN or infinite observation or reward was left out of the "
-                    "context; `n_refused` counts them from here on.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            return False
         head = self._head
         self._states[head] = state
         self._next_states[head] = next_state
@@ -285,19 +264,22 @@ class TransitionBuffer:
         self._head = head + 1 if head + 1 < self.capacity else 0
         if self._size < self.capacity:
             self._size += 1
-        self._last_was_added = True
-        return True
+        self._newest_is_last = True
+
+    def skip(self) -> None:
+        """Note that a transition was not stored: the newest one is no longer the last that happened."""
+        self._newest_is_last = False
 
     def cut(self) -> None:
         """Mark the newest transition as truncated, if it does not end its episode already: nothing follows it."""
         newest = self._head - 1
-        if self._size and self._last_was_added and not self._terminated[newest]:
+        if self._size and self._newest_is_last and not self._terminated[newest]:
             self._truncated[newest] = True
 
     def clear(self) -> None:
-        """Forget every transition (the count of refused ones stays)."""
+        """Forget every transition."""
         self._head = self._size = 0
-        self._last_was_added = False
+        self._newest_is_last = False
 
     def extend(self, context: Context) -> None:
         """Store the transitions of a context, oldest first, up to the capacity.

@@ -89,7 +89,7 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         for extractor in (self.pi_features_extractor, self.vf_features_extractor):
             extractor.register_forward_pre_hook(_finite_input)
         super()._build(lr_schedule)
-        self.value_net = InContextCritic(self.vf_features_extractor.features_dim, **self.critic_kwargs)
+        self.value_net = InContextCritic(int(self.vf_features_extractor.features_dim), **self.critic_kwargs)
         # Again, now without the parameters of the value network that SB3 has built in the meantime.
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
 
