@@ -1,0 +1,77 @@
+"""The command `icrl-gym`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Union
+
+import gymnasium as gym
+import tyro
+
+import icrl_gym
+from icrl_gym.benchmark import BenchmarkConfig, benchmark
+from icrl_gym.train import TrainConfig, TrainingRun
+
+__all__ = ["main"]
+
+Command = Union[  # noqa: UP007 (tyro reads the union's members and their names from this form)
+    Annotated[TrainConfig, tyro.conf.subcommand("train")],
+    Annotated[BenchmarkConfig, tyro.conf.subcommand("benchmark")],
+]
+
+DESCRIPTION = """PPO with an in-context critic: a transformer with fixed weights evaluates the policy from recorded transitions, and no
+gradient step trains it.
+
+  icrl-gym train                                 PPO on Meta-World's reach-v3
+  icrl-gym train --env Pendulum-v1 --gamma 0.9   any registered Gymnasium id
+  icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
+  tensorboard --logdir runs                      TD errors and everything else"""
+
+# What a user can get wrong at the door; an error from inside a running training keeps its traceback.
+USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ImportError, gym.error.Error)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for what the user got wrong and 130 for an interruption."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments in (["--version"], ["-V"]):
+        print(f"icrl-gym {icrl_gym.__version__}")
+        return 0
+    config = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        args=arguments or ["--help"],
+        prog="icrl-gym",
+        description=DESCRIPTION,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+    )
+    try:
+        if isinstance(config, BenchmarkConfig):
+            print(f"results in {benchmark(config)}")
+            return 0
+        run = TrainingRun(config)
+    except USER_ERRORS as error:
+        return _user_error(error)
+    if run.done:
+        print(f"{run.folder.path} finished before, after {run.folder.status['timesteps']:,} steps; nothing to do.")
+        return 0
+    print(f"{run.config.label()}: results in {run.folder.path}\nwatch it: tensorboard --logdir {run.folder.path}")
+    try:
+        run.learn()
+    except FloatingPointError as error:
+        return _user_error(error)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; go on with: icrl-gym train --resume {run.folder.path}", file=sys.stderr)
+        return 130
+    status = run.folder.status
+    print(f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {run.folder.path}/learning_curve.png")
+    return 0
+
+
+def _user_error(error: BaseException) -> int:
+    print("icrl-gym: error: " + " ".join(str(error).split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

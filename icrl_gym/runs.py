@@ -1,0 +1,208 @@
+"""Run folders: what was run, how far it got, and whole files whatever happens.
+
+    config.json           the resolved settings
+    run.json              command, versions, seed, start, end, status, steps per second
+    episodes.csv          one row an episode: timesteps, return, length, success
+    tensorboard/          events, for `tensorboard --logdir`
+    progress_<steps>.csv  SB3's logger as a table, one file for each start at so many steps
+    checkpoints/          the newest two, each a whole folder
+    model.zip             the trained model (and vecnormalize.pkl beside it), once the run has finished
+    learning_curve.png
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from icrl_gym.context import Context
+
+__all__ = ["Episode", "RunFolder", "versions"]
+
+_CONTEXT_FIELDS = ("states", "rewards", "next_states", "terminated", "truncated")
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished episode.
+
+    Attributes:
+        timesteps: Environment steps of the whole run when it ended.
+        episode_return: The sum of its raw rewards.
+        length: Its steps.
+        success: 1 or 0; None where the environment does not say.
+    """
+
+    timesteps: int
+    episode_return: float
+    length: int
+    success: float | None
+
+
+class RunFolder:
+    """A run's folder; see the module's own text for what is in it.
+
+    Args:
+        path: Where. It need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved settings.
+
+        Raises:
+            FileNotFoundError: No run is here.
+        """
+        file = self.path / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no run at {str(self.path)!r}: expected a folder with config.json, made by `icrl-gym train`."
+            )
+        return json.loads(file.read_text())
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What run.json says; empty before the start."""
+        file = self.path / "run.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.status.get("status") == "finished"
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Keep the resolved settings."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+
+    def update_status(self, **entries: Any) -> None:
+        """Add entries to run.json."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write_whole(self.path / "run.json", json.dumps({**self.status, **entries}, indent=2) + "\n")
+
+    # Checkpoints
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The whole checkpoints, oldest first."""
+        folder = self.path / "checkpoints"
+        return sorted(p for p in folder.glob("step_*") if p.is_dir()) if folder.is_dir() else []
+
+    def save_checkpoint(self, model: Any, keep: int = 2) -> Path:
+        """Save model, normalization statistics and contexts; the newest ``keep`` checkpoints stay.
+
+        Written beside and then renamed: a folder named ``step_...`` is whole, or is not there.
+        """
+        folder = self.path / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        final = folder / f"step_{model.num_timesteps:010d}"
+        if final.exists():
+            return final
+        partial = folder / f".partial_{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        model.save(partial / "model.zip")
+        normalize = model.get_vec_normalize_env()
+        if normalize is not None:
+            normalize.save(str(partial / "vecnormalize.pkl"))
+        if model.env.has_attr("context_snapshot"):
+            save_contexts(partial / "contexts.npz", [s.context for s in model.env.env_method("context_snapshot")])
+        os.replace(partial, final)
+        for old in self.checkpoints[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def finish(self, checkpoint: Path) -> None:
+        """Put the model of the last checkpoint at the top of the folder."""
+        for name in ("model.zip", "vecnormalize.pkl"):
+            if (checkpoint / name).is_file():
+                partial = self.path / f".partial_{name}"
+                shutil.copyfile(checkpoint / name, partial)
+                os.replace(partial, self.path / name)
+
+    # Episodes
+
+    def append_episodes(self, episodes: Iterable[Episode]) -> None:
+        """Add rows to episodes.csv."""
+        file = self.path / "episodes.csv"
+        new = not file.exists()
+        with file.open("a", newline="") as stream:
+            writer = csv.writer(stream)
+            if new:
+                writer.writerow(["timesteps", "return", "length", "success"])
+            for e in episodes:
+                writer.writerow([e.timesteps, repr(e.episode_return), e.length, "" if e.success is None else e.success])
+
+    def read_episodes(self) -> list[Episode]:
+        """The rows of episodes.csv; a last one that a killed process left incomplete is dropped."""
+        file = self.path / "episodes.csv"
+        if not file.is_file():
+            return []
+        episodes = []
+        for row in csv.DictReader(file.read_text().splitlines()):
+            try:
+                success = float(row["success"]) if row["success"] else None
+                episodes.append(Episode(int(row["timesteps"]), float(row["return"]), int(row["length"]), success))
+            except (TypeError, ValueError):
+                continue
+        return episodes
+
+    def drop_episodes_after(self, timesteps: int) -> None:
+        """Forget episodes that a resumed run will play again."""
+        kept = [e for e in self.read_episodes() if e.timesteps <= timesteps]
+        partial = RunFolder(self.path)
+        file = self.path / "episodes.csv"
+        if not file.exists():
+            return
+        old = file.with_suffix(".csv.old")
+        os.replace(file, old)
+        partial.append_episodes(kept)
+        old.unlink()
+
+
+def save_contexts(file: Path, contexts: Sequence[Context]) -> None:
+    """Write one context an environment into an npz file (no pickle in it)."""
+    arrays = {
+        f"{index}/{name}": getattr(context, name).numpy() for index, context in enumerate(contexts) for name in _CONTEXT_FIELDS
+    }
+    np.savez_compressed(file, **arrays)
+
+
+def load_contexts(file: Path) -> list[Context]:
+    """Read what :func:`save_contexts` wrote."""
+    with np.load(file, allow_pickle=False) as arrays:
+        n = 1 + max((int(key.split("/")[0]) for key in arrays), default=-1)
+        return [Context(*(arrays[f"{index}/{name}"] for name in _CONTEXT_FIELDS)) for index in range(n)]
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of what results depend on."""
+    packages = ("icrl-gym", "torch", "stable-baselines3", "gymnasium", "metaworld", "mujoco", "numpy")
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _write_whole(file: Path, text: str) -> None:
+    partial = file.with_name(f".partial_{file.name}")
+    partial.write_text(text)
+    os.replace(partial, file)

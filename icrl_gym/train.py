@@ -1,0 +1,476 @@
+"""Training runs: PPO with the in-context critic, or with SB3's learned one, on any Meta-World task or Gymnasium id."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import shlex
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ProgressBarCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat, make_output_format
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
+from torch.utils.tensorboard import SummaryWriter
+
+from icrl_gym.callbacks import InContextCallback
+from icrl_gym.plots import learning_curves
+from icrl_gym.policy import InContextActorCriticPolicy
+from icrl_gym.runs import Episode, RunFolder, load_contexts, versions
+from icrl_gym.wrappers import RollingContext
+
+__all__ = ["CriticConfig", "RunOptions", "TrainConfig", "TrainingRun", "train"]
+
+CriticName = Literal["in-context", "mlp"]
+
+
+@dataclass
+class CriticConfig:
+    """Settings of the in-context critic. None: the default of InContextCritic (docs/critic.md)."""
+
+    kernel: Literal["laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear"] | None = None
+    """What states are compared with."""
+    temperature: str | None = None
+    """Of the kernel: a positive number, or "median"."""
+    n_layers: float | None = None
+    """Depth; "inf" for the fixed point."""
+    step_sizes: float | None = None
+    """Step size of each layer of a finite depth."""
+    step_normalization: Literal["row_sum", "length", "none"] | None = None
+    """What divides the steps."""
+    ridge: float | None = None
+    """Of the infinite depth."""
+    n_landmarks: int | None = None
+    """States of the context to compare with; 0 for all of them."""
+    value_shift: bool | None = None
+    """Reward centering."""
+    standardize: bool | None = None
+    """States in units of the context's own mean and deviation."""
+    offset: Literal["centered", "removed"] | None = None
+    """Keep the literal read-out's constant and center it out of the advantages, or remove it at its source."""
+
+    def critic_kwargs(self) -> dict[str, Any]:
+        """The settings that were given, as arguments of InContextCritic."""
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        temperature = given.get("temperature")
+        if temperature is not None and temperature != "median":
+            try:
+                given["temperature"] = float(temperature)
+            except ValueError:
+                raise ValueError(f'--temperature must be a positive number or "median", got {temperature!r}.') from None
+        if given.get("n_landmarks") == 0:
+            given["n_landmarks"] = None
+        return given
+
+
+@dataclass
+class RunOptions:
+    """What `icrl-gym train` and `icrl-gym benchmark` have in common."""
+
+    total_timesteps: int = 60_000
+    """Environment steps, over all environments."""
+    n_envs: int = 4
+    """Environments side by side."""
+    n_steps: int = 512
+    """Steps of each environment in a rollout."""
+    batch_size: int = 64
+    """Minibatch size of the update."""
+    n_epochs: int = 10
+    """Passes over a rollout in the update."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Lambda of generalized advantage estimation."""
+    learning_rate: float = 3e-4
+    """Adam's step size."""
+    ent_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    clip_range: float = 0.2
+    """PPO's clipping range."""
+    normalize: bool = True
+    """VecNormalize observations and rewards."""
+    max_episode_steps: int | None = None
+    """Time limit; default the environment's own (500 in Meta-World)."""
+    context_rollouts: int = 8
+    """Length of the context: so many rollouts of each environment."""
+    critic_options: Annotated[CriticConfig, tyro.conf.arg(name="")] = field(default_factory=CriticConfig)
+    vec_env: Literal["dummy", "subproc"] = "dummy"
+    """Environments in this process, or a process each."""
+    device: str = "cpu"
+    """Where the networks are: cpu is faster than a GPU for networks this small."""
+    torch_threads: int = 1
+    """Threads of torch: more than one rarely helps networks this small."""
+    checkpoint_freq: int = 20_000
+    """Environment steps between checkpoints."""
+    verbose: int = 0
+    """1: SB3's tables."""
+
+
+@dataclass
+class TrainConfig(RunOptions):
+    """Train PPO on a Meta-World task or any registered Gymnasium id, and watch TD errors in TensorBoard."""
+
+    env: tuple[str, ...] = ("reach-v3",)
+    """A Meta-World task (several: one run over all of them, one context a task), or a Gymnasium id."""
+    critic: CriticName = "in-context"
+    """The in-context critic, which is never trained, or SB3's learned value network."""
+    seed: int = 0
+    """Of environments, networks and actions."""
+    run_dir: str | None = None
+    """Where to; default runs/<env>-<critic>-seed<seed>-<time>."""
+    resume: str | None = None
+    """Go on with the run in this folder, from its newest checkpoint, with its own settings. --total-timesteps may be raised."""
+
+    def label(self) -> str:
+        """A name for the run."""
+        return f"{'+'.join(self.env)}-{self.critic}-seed{self.seed}"
+
+
+def train(config: TrainConfig) -> Path:
+    """Run (or resume) one training run.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        The run's folder; see :mod:`icrl_gym.runs` for what is in it.
+
+    Raises:
+        ValueError: Settings that cannot work, before anything is written.
+        FileNotFoundError: Nothing to resume.
+        FloatingPointError: The critic's layers diverge; the newest checkpoint stays.
+    """
+    run = TrainingRun(config)
+    run.learn()
+    return run.folder.path
+
+
+class TrainingRun:
+    """One training run, ready to learn.
+
+    Everything that can be wrong with the settings is found here, before the first step.
+
+    Args:
+        config: The settings.
+
+    Raises:
+        ValueError: Settings that cannot work.
+        FileNotFoundError: Nothing to resume.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.checkpoint: Path | None = None
+        if config.resume is not None:
+            self.folder, config = _resumed(config)
+            self.checkpoint = self.folder.checkpoints[-1] if self.folder.checkpoints else None
+        else:
+            stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+            self.folder = RunFolder(config.run_dir or Path("runs") / f"{config.label()}-{stamp}")
+            if self.folder.path.exists() and any(self.folder.path.iterdir()):
+                raise ValueError(
+                    f"--run-dir {str(self.folder.path)!r} is not empty. Take another, or go on with that run: "
+                    f"--resume {shlex.quote(str(self.folder.path))}."
+                )
+        _validate(config)
+        torch.set_num_threads(config.torch_threads)
+        self.config = config
+        self.done = self.folder.finished and self.folder.status.get("timesteps", 0) >= config.total_timesteps
+        if not self.done:
+            self.env = make_training_env(config)
+            try:
+                self.model = self._make_model()
+            except BaseException:
+                self.env.close()
+                raise
+
+    def learn(self) -> None:
+        """Train to the end, with checkpoints on the way; an interrupted run leaves one to resume from."""
+        if self.done:
+            return
+        config, model, folder = self.config, self.model, self.folder
+        folder.write_config(dataclasses.asdict(config))
+        command = shlex.join(["icrl-gym", *sys.argv[1:]])
+        folder.update_status(
+            status="running", command=command, versions=versions(), seed=config.seed, started=_now(), timesteps=model.num_timesteps
+        )
+        folder.drop_episodes_after(model.num_timesteps)
+        model.set_logger(_logger(folder.path, model.num_timesteps, config.verbose))
+        start, steps_before = time.perf_counter(), model.num_timesteps
+        parts: list[BaseCallback] = [InContextCallback(verbose=config.verbose)] if config.critic == "in-context" else []
+        parts += [_RunCallback(folder, config.checkpoint_freq), _progress(config.total_timesteps)]
+        try:
+            model.learn(
+                config.total_timesteps - model.num_timesteps, callback=CallbackList(parts), reset_num_timesteps=False
+            )
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                folder.save_checkpoint(model)
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
+            folder.update_status(status=reason, ended=_now(), timesteps=model.num_timesteps)
+            raise
+        finally:
+            for output in model.logger.output_formats:
+                output.close()
+        seconds = time.perf_counter() - start
+        folder.finish(folder.save_checkpoint(model))
+        self.env.close()
+        episodes = folder.read_episodes()
+        points = [e.timesteps for e in episodes], [e.episode_return for e in episodes]
+        learning_curves({f"PPO, {config.critic} critic": [points]}, folder.path / "learning_curve.png", " + ".join(config.env))
+        folder.update_status(
+            status="finished",
+            ended=_now(),
+            timesteps=model.num_timesteps,
+            steps_per_second=round((model.num_timesteps - steps_before) / seconds, 1),
+        )
+
+    def _make_model(self) -> PPO:
+        config = self.config
+        if self.checkpoint is not None:
+            if (self.checkpoint / "contexts.npz").is_file():
+                for index, context in enumerate(load_contexts(self.checkpoint / "contexts.npz")):
+                    self.env.env_method("load_context", context, indices=index)
+            if (self.checkpoint / "vecnormalize.pkl").is_file():
+                self.env = VecNormalize.load(str(self.checkpoint / "vecnormalize.pkl"), _bare(self.env))
+            return PPO.load(self.checkpoint / "model.zip", env=self.env, device=config.device)
+        options: dict[str, Any] = {
+            name: getattr(config, name)
+            for name in (
+                "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "learning_rate", "ent_coef", "clip_range",
+                "seed", "device",
+            )
+        }  # fmt: skip
+        if config.critic == "mlp":
+            return PPO("MlpPolicy", self.env, **options)
+        critic = config.critic_options.critic_kwargs()
+        if len(config.env) > 1:
+            critic["n_tasks"] = len(config.env)
+        return PPO(InContextActorCriticPolicy, self.env, policy_kwargs={"critic_kwargs": critic}, **options)
+
+
+def make_training_env(config: TrainConfig) -> VecEnv:
+    """The vector environment of a run: environments, rolling contexts for an in-context critic, VecNormalize.
+
+    Raises:
+        ValueError: An unknown name, or an environment that PPO or the critic cannot take.
+    """
+    length = config.context_rollouts * config.n_steps if config.critic == "in-context" else None
+    vec_env_cls = SubprocVecEnv if config.vec_env == "subproc" else DummyVecEnv
+    kind, names = _resolve(config.env)
+    env: VecEnv
+    if kind == "metaworld":
+        from icrl_gym import metaworld
+
+        limit = {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
+        env = metaworld.make_vec_env(
+            list(names), config.n_envs, config.seed, vec_env_cls=vec_env_cls, context_length=length, **limit
+        )
+    else:
+        wrapper: dict[str, Any] = (
+            {} if length is None else {"wrapper_class": RollingContext, "wrapper_kwargs": {"length": length}}
+        )
+        env_kwargs = {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
+        env = make_vec_env(
+            names[0], config.n_envs, config.seed, vec_env_cls=vec_env_cls, env_kwargs=env_kwargs, **wrapper
+        )
+    supported = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    if not isinstance(env.action_space, supported):
+        env.close()
+        raise ValueError(f"PPO cannot act in {names[0]}: its action space is {env.action_space}, expected one of Box, Discrete, "
+                         f"MultiDiscrete, MultiBinary.")  # fmt: skip
+    if config.normalize:
+        norm_obs = isinstance(env.observation_space, spaces.Box)
+        env = VecNormalize(env, norm_obs=norm_obs, gamma=config.gamma)
+    return env
+
+
+def _bare(env: VecEnv) -> VecEnv:
+    return env.venv if isinstance(env, VecNormalize) else env
+
+
+def _resolve(names: tuple[str, ...]) -> tuple[Literal["metaworld", "gymnasium"], tuple[str, ...]]:
+    """Which library an environment's name belongs to, and its full name."""
+    if len(names) == 1 and names[0].split(":")[-1] in gym.registry:
+        return "gymnasium", names
+    from icrl_gym import metaworld
+
+    try:
+        return "metaworld", tuple(metaworld.resolve_task(name) for name in names)
+    except ValueError as error:
+        if len(names) == 1:
+            try:
+                gym.spec(names[0])
+                return "gymnasium", names
+            except (gym.error.Error, ModuleNotFoundError):
+                pass
+            close = difflib.get_close_matches(names[0], [*gym.registry, *metaworld.TASKS], n=3, cutoff=0.5)
+            hint = f"Did you mean {', '.join(close)}? " if close else ""
+            raise ValueError(
+                f"unknown environment {names[0]!r}: neither a Meta-World task nor a registered Gymnasium id. {hint}"
+                f"Several environments in one run must be Meta-World tasks."
+            ) from None
+        raise error
+
+
+def _validate(config: TrainConfig) -> None:
+    """Say what cannot work, before anything is made.
+
+    Raises:
+        ValueError: With what was given, what was expected, and what to do.
+    """
+    positive = (
+        "total_timesteps", "n_envs", "n_steps", "batch_size", "n_epochs", "learning_rate", "context_rollouts",
+        "checkpoint_freq", "torch_threads",
+    )  # fmt: skip
+    for name in positive:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(config, name)}.")
+    for name in ("gamma", "gae_lambda"):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(config, name)}.")
+    if not config.env:
+        raise ValueError("--env needs at least one name.")
+    rollout = config.n_steps * config.n_envs
+    if config.batch_size > rollout or rollout % config.batch_size:
+        raise ValueError(
+            f"--batch-size {config.batch_size} must divide a rollout of n_steps * n_envs = {rollout} steps; take a divisor of it."
+        )
+    if config.critic == "mlp" and config.critic_options != CriticConfig():
+        raise ValueError("--critic mlp takes none of the in-context critic's settings; leave them out.")
+    config.critic_options.critic_kwargs()
+
+
+def _resumed(given: TrainConfig) -> tuple[RunFolder, TrainConfig]:
+    """The folder and the stored settings of a run to go on with."""
+    assert given.resume is not None
+    folder = RunFolder(given.resume)
+    stored = folder.config
+    stored["critic_options"] = CriticConfig(**stored["critic_options"])
+    stored["env"] = tuple(stored["env"])
+    config = TrainConfig(**stored)
+    default = TrainConfig()
+    for entry in dataclasses.fields(TrainConfig):
+        value = getattr(given, entry.name)
+        if entry.name in ("resume", "total_timesteps") or value == getattr(default, entry.name):
+            continue
+        if value != getattr(config, entry.name):
+            raise ValueError(
+                f"--resume takes the settings of the run itself; --{entry.name.replace('_', '-')} is {getattr(config, entry.name)!r} "
+                f"there and cannot become {value!r}. Start a new run for that."
+            )
+    if given.total_timesteps != default.total_timesteps:
+        config.total_timesteps = given.total_timesteps
+    return folder, config
+
+
+class _RunCallback(BaseCallback):
+    """Episodes into the table, checkpoints on the way."""
+
+    def __init__(self, folder: RunFolder, checkpoint_freq: int) -> None:
+        super().__init__()
+        self.folder, self.checkpoint_freq = folder, checkpoint_freq
+        self._episodes: list[Episode] = []
+        self._next = 0
+
+    def _on_training_start(self) -> None:
+        self._next = self.num_timesteps + self.checkpoint_freq
+
+    def _on_rollout_start(self) -> None:
+        # Here and not at the rollout's end: the update of the last rollout is in the model now.
+        if self.model.num_timesteps >= self._next:
+            self._next = self.model.num_timesteps + self.checkpoint_freq
+            self._flush()
+            self.folder.save_checkpoint(self.model)
+
+    def _on_step(self) -> bool:
+        for info in self.locals["infos"]:
+            episode = info.get("episode")
+            if episode is not None:
+                success = info.get("is_success")
+                self._episodes.append(
+                    Episode(
+                        self.num_timesteps,
+                        float(episode["r"]),
+                        int(episode["l"]),
+                        None if success is None else float(success),
+                    )
+                )
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        self.folder.append_episodes(self._episodes)
+        self._episodes = []
+
+
+class _Lines(BaseCallback):
+    """A line now and then, where there is no terminal for a bar."""
+
+    def __init__(self, total_timesteps: int, n_lines: int = 10) -> None:
+        super().__init__()
+        self.total, self.every = total_timesteps, max(1, total_timesteps // n_lines)
+        self._next = 0
+        self._start = (0.0, 0)
+
+    def _on_training_start(self) -> None:
+        self._next = self.num_timesteps + self.every
+        self._start = (time.perf_counter(), self.num_timesteps)
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self.num_timesteps < self._next:
+            return
+        self._next += self.every
+        speed = (self.num_timesteps - self._start[1]) / (time.perf_counter() - self._start[0])
+        recent = [info["r"] for info in self.model.ep_info_buffer or ()]
+        average = f"{np.mean(recent):10.1f}" if recent else "    (none)"
+        print(f"{self.num_timesteps:9,d} of {self.total:,d} steps   mean return {average}   {speed:5.0f} steps/s", flush=True)
+
+
+def _progress(total_timesteps: int) -> BaseCallback:
+    if sys.stderr.isatty():
+        try:
+            return ProgressBarCallback()
+        except ImportError:
+            print('no progress bar: pip install "icrl-gym[progress]" for one.')
+    return _Lines(total_timesteps)
+
+
+def _logger(path: Path, timesteps: int, verbose: int) -> Logger:
+    formats = [make_output_format("csv", str(path), f"_{timesteps}")]
+    board = make_output_format("tensorboard", str(path / "tensorboard"))
+    assert isinstance(board, TensorBoardOutputFormat)
+    if timesteps:
+        # What a killed run wrote after its last checkpoint is hidden: those steps are played again.
+        board.writer.close()
+        board.writer = SummaryWriter(log_dir=str(path / "tensorboard"), purge_step=timesteps + 1)
+    formats.append(board)
+    if verbose:
+        formats.append(make_output_format("stdout", str(path)))
+    return Logger(str(path), formats)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def final_return(episodes: list[Episode], n: int = 100) -> float:
+    """The mean return of the last ``n`` episodes; NaN without any."""
+    last = [e.episode_return for e in episodes[-n:]]
+    return float(np.mean(last)) if last else math.nan
