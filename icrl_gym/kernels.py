@@ -128,7 +128,10 @@ class _TemperatureKernel(Kernel):
 
     def extra_repr(self) -> str:
         """The temperature, for ``repr``."""
-        return "temperature='median'" if self.from_median else f"temperature={self.temperature.tolist():g}"
+        if self.from_median:
+            return "temperature='median'"
+        shape = tuple(self.temperature.shape)
+        return f"temperature=<{shape} tensor>" if shape else f"temperature={float(self.temperature):g}"
 
 
 class RBFKernel(_TemperatureKernel):

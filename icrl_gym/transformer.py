@@ -428,8 +428,10 @@ def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: f
         if step_sizes is not None:
             raise ValueError("n_layers=math.inf is solved directly and takes no step_sizes; leave them out.")
         return torch.zeros(0, dtype=torch.float64)
-    steps = torch.as_tensor(1.0 if step_sizes is None else step_sizes)
-    steps = steps if isinstance(step_sizes, Tensor) and steps.is_floating_point() else steps.double()
+    if isinstance(step_sizes, Tensor) and step_sizes.is_floating_point():
+        steps = step_sizes
+    else:
+        steps = torch.as_tensor(1.0 if step_sizes is None else step_sizes, dtype=torch.float64)
     if steps.ndim == 0:
         if n_layers is None:
             raise ValueError("expected one step size a layer, or n_layers beside a single step size; got neither.")
@@ -445,5 +447,5 @@ def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: f
 
 def _check_finite(now: Tensor, before: Tensor, index: int, n_layers: int) -> None:
     if not bool(torch.isfinite(now).all()):
-        raise divergence(index, n_layers, float(before.norm()))
+        raise divergence(index, n_layers, float(before.abs().max()))
 

@@ -150,7 +150,7 @@ def iterate(
     if not bool(torch.isfinite(td_errors).all()):
         finite = torch.isfinite(td_errors).all(-1).reshape(-1, td_errors.shape[-2]).all(0)
         first = int((~finite).nonzero()[0])
-        raise divergence(first - 1, len(step_sizes), float(td_errors[..., max(first - 1, 0), :].norm()))
+        raise divergence(first - 1, len(step_sizes), float(td_errors[..., max(first - 1, 0), :].abs().max()))
     return _value_function(kernel, context, weights, shift, gamma, td_errors, has_offset)
 
 
@@ -185,7 +185,7 @@ def fixed_point(
     Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD).
     """
     kind = rewards.dtype
-    context = context.to(dtype=torch.float64)
+    given, context = context, context.to(dtype=torch.float64)
     target, gamma = rewards.double() * context.mask, gamma.double()
     n = context.n_transitions.double().clamp_min(1.0).unsqueeze(-1)
     if isinstance(kernel, NystromKernel):
@@ -218,7 +218,7 @@ def fixed_point(
             f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
             f"the kernel can tell apart). Set a positive ridge, 1e-4 say."
         )
-    return _value_function(kernel, context, coefficients.to(kind), shift, gamma, errors.to(kind), has_offset)
+    return _value_function(kernel, given, coefficients.to(kind), shift, gamma, errors.to(kind), has_offset)
 
 
 def temporal_difference(
@@ -251,10 +251,10 @@ def blocks(n: int, size: int = 2048) -> list[slice]:
 
 
 def divergence(index: int, n_layers: int, norm: float) -> FloatingPointError:
-    """The error for layers that diverge: the layer (from 0), how many there are, the norm of the TD errors before it."""
+    """The error for layers that diverge: the layer (from 0), how many there are, the largest TD error before it."""
     return FloatingPointError(
-        f"the layers diverge: the TD errors are no longer finite after layer {index + 1} of {n_layers} (their norm before "
-        f'it was {norm:.3g}). Use step_normalization="row_sum", smaller step_sizes, or n_layers=math.inf.'
+        f"the layers diverge: the TD errors are no longer finite after layer {index + 1} of {n_layers} (the largest "
+        f'before it was {norm:.3g}). Use step_normalization="row_sum", smaller step_sizes, or n_layers=math.inf.'
     )
 
 
