@@ -72,8 +72,7 @@ class TransitionRecorder:
         """The environment went on to this observation."""
         next_state = self.flatten(observation)
         value = float(reward)
-        # A dot product is not finite if an entry is not; one that only overflowed is looked at again.
-        finite = math.isfinite(float(next_state.dot(next_state))) or bool(np.isfinite(next_state).all())
+        finite = bool(np.isfinite(next_state).all())
         state, usable = self.state, self.state_is_finite
         if not (finite and math.isfinite(value)):
             # Counted where it came from: the transition that starts at a bad observation is dropped without a second count.
