@@ -68,7 +68,7 @@ def learning_curves(
     axes.set_xlabel("environment steps")
     axes.set_ylabel(ylabel)
     axes.set_title(title)
-    if curves:
+    if axes.lines:
         axes.legend()
     partial = file.with_name(f".partial_{file.name}")
     figure.savefig(partial, dpi=120, format="png")

@@ -1,0 +1,259 @@
+"""`icrl-gym` as a user runs it: folders, resuming, comparing, and one line for what is wrong."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import VecNormalize
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from icrl_gym.benchmark import BenchmarkConfig, benchmark, bootstrap_interval
+from icrl_gym.cli import main
+from icrl_gym.plots import binned
+from icrl_gym.runs import Episode, RunFolder, load_contexts
+from icrl_gym.train import CriticConfig, TrainConfig, TrainingRun, train
+
+SMALL = {"n_envs": 2, "n_steps": 128, "batch_size": 64, "n_epochs": 1, "gamma": 0.9, "checkpoint_freq": 256}
+
+
+def small(path, **options):
+    return TrainConfig(**{**SMALL, "env": ("Pendulum-v1",), "total_timesteps": 1024, "run_dir": str(path), **options})
+
+
+@pytest.mark.parametrize("critic", ["in-context", "mlp"])
+def test_a_run_s_folder_answers_what_it_was(tmp_path, critic):
+    folder = RunFolder(train(small(tmp_path / "run", critic=critic, seed=3)))
+    assert folder.finished
+    assert folder.config["critic"] == critic and folder.config["gamma"] == 0.9 and folder.config["seed"] == 3
+    status = folder.status
+    assert status["timesteps"] == 1024 and status["seed"] == 3 and status["steps_per_second"] > 0
+    assert {"python", "torch", "stable-baselines3", "gymnasium", "metaworld"} <= set(status["versions"])
+    assert status["command"].startswith("icrl-gym")
+    for name in ("model.zip", "vecnormalize.pkl", "learning_curve.png", "progress_0.csv"):
+        assert (folder.path / name).stat().st_size > 100, name
+    assert not list(folder.path.rglob(".partial*"))
+    episodes = folder.read_episodes()
+    assert len(episodes) == 4 and {e.length for e in episodes} == {200}
+    model = PPO.load(folder.path / "model.zip", device="cpu")
+    assert model.num_timesteps == 1024
+    events = EventAccumulator(str(folder.path / "tensorboard")).Reload()
+    tag = "td_error/rollout_rms" if critic == "in-context" else "train/value_loss"
+    assert tag in events.Tags()["scalars"]
+    contexts = folder.checkpoints[-1] / "contexts.npz"
+    assert contexts.exists() == (critic == "in-context")
+    if contexts.exists():
+        assert [len(c) for c in load_contexts(contexts)] == [512, 512]
+
+
+def test_the_same_seed_plays_the_same_episodes(tmp_path):
+    tables = [(train(small(tmp_path / name)) / "episodes.csv").read_text() for name in ("one", "two")]
+    assert tables[0] == tables[1]
+    other = (train(small(tmp_path / "three", seed=1)) / "episodes.csv").read_text()
+    assert other != tables[0]
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    arguments = ["train", "--env", "Pendulum-v1", "--total-timesteps", "20480", "--gamma", "0.9", "--n-envs", "2", "--n-steps", "128"]
+    arguments += ["--n-epochs", "1", "--checkpoint-freq", "512", "--run-dir", str(folder.path)]
+    process = subprocess.Popen([sys.executable, "-m", "icrl_gym", *arguments], stdout=subprocess.DEVNULL, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while len(folder.checkpoints) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert folder.checkpoints and not folder.finished
+    reached = int(folder.checkpoints[-1].name.removeprefix("step_"))
+    before = [e for e in folder.read_episodes() if e.timesteps <= reached]
+
+    run = TrainingRun(TrainConfig(resume=str(folder.path), total_timesteps=reached + 1024))
+    assert run.model.num_timesteps == reached
+    normalize = run.model.get_vec_normalize_env()
+    assert isinstance(normalize, VecNormalize) and normalize.obs_rms.count > reached * 0.9
+    assert sum(len(c) for c in run.env.get_attr("context")) == min(reached, 2 * 1024)
+    run.learn()
+    assert folder.finished and folder.status["timesteps"] == reached + 1024
+    episodes = folder.read_episodes()
+    assert episodes[: len(before)] == before and len(episodes) > len(before)
+    assert [e.timesteps for e in episodes] == sorted(e.timesteps for e in episodes)
+    assert (folder.path / f"progress_{reached}.csv").exists() and (folder.path / "progress_0.csv").exists()
+    steps = [e.step for e in EventAccumulator(str(folder.path / "tensorboard")).Reload().Scalars("td_error/rollout_rms")]
+    assert steps == sorted(set(steps)) and steps[-1] == reached + 1024
+
+
+def test_a_finished_run_has_nothing_to_do_but_may_be_made_longer(tmp_path, capsys):
+    path = train(small(tmp_path / "run"))
+    written = (path / "run.json").read_text()
+    assert main(["train", "--resume", str(path), "--total-timesteps", "1024"]) == 0
+    assert "finished before, after 1,024 steps; nothing to do" in capsys.readouterr().out
+    assert (path / "run.json").read_text() == written
+    assert main(["train", "--resume", str(path), "--total-timesteps", "1280"]) == 0
+    assert RunFolder(path).status["timesteps"] == 1280
+
+
+def test_an_interruption_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
+    from icrl_gym import train as module
+
+    class Interrupting(module._RunCallback):
+        def _on_rollout_end(self):
+            super()._on_rollout_end()
+            if self.num_timesteps >= 512:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_RunCallback", Interrupting)
+    path = tmp_path / "run"
+    arguments = ["train", "--env", "Pendulum-v1", "--gamma", "0.9", "--n-envs", "2", "--n-steps", "128", "--run-dir", str(path)]
+    assert main(arguments) == 130
+    assert f"--resume {path}" in capsys.readouterr().err
+    assert RunFolder(path).status["status"] == "interrupted"
+    assert [p.name for p in RunFolder(path).checkpoints] == ["step_0000000512"]
+
+
+def test_settings_reach_the_critic(tmp_path):
+    options = CriticConfig(kernel="rbf", temperature="0.5", n_layers=3.0, n_landmarks=0, offset="removed", standardize=False)
+    run = TrainingRun(small(tmp_path / "run", critic_options=options, context_rollouts=2))
+    critic = run.model.policy.critic
+    assert critic.transformer.n_layers == 3 and critic.transformer.n_landmarks is None and not critic.standardize
+    assert float(critic.transformer.kernel.temperature) == 0.5 and critic.transformer.offset == "removed"
+    assert run.env.get_attr("length") == [256, 256]
+    run.env.close()
+
+
+def test_meta_world_tasks_by_short_name_and_several_at_once(tmp_path):
+    folder = RunFolder(train(small(tmp_path / "run", env=("reach", "drawer-close-v3"), total_timesteps=512)))
+    model = PPO.load(folder.path / "model.zip", device="cpu")
+    assert model.policy.critic.n_tasks == 2 and model.policy.critic.n_features == 41
+    assert bool(model.policy.critic.center_mask.all())
+    assert bool((model.policy.critic.coefficients.abs().sum(-1) > 0).all())
+
+
+def test_a_broken_table_of_episodes_is_read_as_far_as_it_is_whole(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.append_episodes([Episode(10, 1.5, 10, None), Episode(20, -2.0, 10, 1.0)])
+    with (tmp_path / "episodes.csv").open("a") as stream:
+        stream.write("30,-1")  # killed while writing
+    assert folder.read_episodes() == [Episode(10, 1.5, 10, None), Episode(20, -2.0, 10, 1.0)]
+    folder.drop_episodes_after(10)
+    assert folder.read_episodes() == [Episode(10, 1.5, 10, None)]
+
+
+# Comparing
+
+
+def test_critics_are_compared_and_finished_runs_kept(tmp_path, capsys):
+    options = {**SMALL, "total_timesteps": 512, "seeds": 2, "jobs": 2, "out": str(tmp_path / "out")}
+    out = benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **options))
+    rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    assert [(r["env"], r["critic"], r["seeds"]) for r in rows] == [("Pendulum-v1", "in-context", "2"), ("Pendulum-v1", "mlp", "2")]
+    folder = RunFolder(out / "runs" / "Pendulum-v1-mlp-seed1")
+    returns = [e.episode_return for e in folder.read_episodes()]
+    assert float(rows[1]["by seed"].split(" / ")[1]) == pytest.approx(np.mean(returns), abs=1)
+    assert (out / "curves_Pendulum-v1.png").stat().st_size > 1000 and "| Pendulum-v1 |" in (out / "results.md").read_text()
+    capsys.readouterr()
+    stamp = folder.status
+    benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **options))
+    assert "4 finished before, 0 to go" in capsys.readouterr().out
+    assert folder.status == stamp
+    with pytest.raises(ValueError, match=r"holds a run with --gamma 0.9, not 0.5"):
+        benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **{**options, "gamma": 0.5}))
+
+
+def test_intervals_and_bins():
+    low, high = bootstrap_interval([1.0, 2.0, 3.0])
+    assert 1.0 <= low < 2.0 < high <= 3.0
+    assert bootstrap_interval([2.0, 2.0]) == (2.0, 2.0)
+    assert all(np.isnan(bootstrap_interval([1.0])))
+    edges = np.array([0.0, 10.0, 20.0, 30.0])
+    np.testing.assert_array_equal(binned([1, 10, 11, 30], [1.0, 3.0, 5.0, 7.0], edges), [2.0, 5.0, 7.0])
+    np.testing.assert_array_equal(binned([25], [4.0], edges), [np.nan, np.nan, 4.0])
+
+
+# At the door
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--env", "reech-v3"], "unknown environment 'reech-v3'.*Did you mean.*reach-v3"),
+        (["--env", "Pendulm-v1"], "unknown environment 'Pendulm-v1'.*Pendulum-v1"),
+        (["--env", "reach-v3", "Pendulum-v1"], "Pendulum-v1"),
+        (["--gamma", "1.5"], r"--gamma must lie in \[0, 1\], got 1.5"),
+        (["--gae-lambda", "-0.1"], r"--gae-lambda must lie in \[0, 1\]"),
+        (["--n-steps", "0"], "--n-steps must be positive, got 0"),
+        (["--batch-size", "100"], "--batch-size 100 must divide a rollout of n_steps"),
+        (["--temperature", "warm"], '--temperature must be a positive number or "median"'),
+        (["--temperature", "-1"], "temperature must be positive and finite"),
+        (["--kernel", "softmax"], "Use n_landmarks=None|n_landmarks=None"),
+        (["--n-layers", "2.5"], "n_layers must be a whole number"),
+        (["--critic", "mlp", "--kernel", "rbf"], "takes none of the in-context critic's settings"),
+        (["--resume", "nowhere"], "no run at 'nowhere'"),
+        (["--learning-rate", "0"], "--learning-rate must be positive"),
+        (["--max-episode-steps", "900"], "500"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys, monkeypatch):
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0 and error.startswith("icrl-gym: error: ") and "Traceback" not in error
+    assert re.search(message, error), error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_images_and_odd_actions_are_refused(tmp_path, capsys):
+    import gymnasium as gym
+
+    class Camera(gym.Env):
+        metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+        observation_space = gym.spaces.Box(0, 255, (36, 36, 3), np.uint8)
+        action_space = gym.spaces.Discrete(2)
+
+    class Odd(Camera):
+        observation_space = gym.spaces.Box(-1, 1, (2,))
+        action_space = gym.spaces.Tuple([gym.spaces.Discrete(2)])
+
+    for name, cls, message in (("Camera", Camera, "is an image"), ("Odd", Odd, "PPO cannot act in")):
+        gym.register(f"icrl_gym_tests/{name}-v0", cls)
+        assert main(["train", "--env", f"icrl_gym_tests/{name}-v0", "--run-dir", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    (tmp_path / "thing").write_text("mine")
+    assert main(["train", "--run-dir", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["thing"]
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path, capsys):
+    path = train(small(tmp_path / "run"))
+    assert main(["train", "--resume", str(path), "--gamma", "0.5"]) == 2
+    assert "--gamma is 0.9 there and cannot become 0.5" in capsys.readouterr().err
+
+
+def test_layers_that_diverge_are_the_user_s_to_mend(tmp_path, capsys):
+    arguments = ["train", "--env", "Pendulum-v1", "--run-dir", str(tmp_path / "run"), "--n-envs", "2", "--n-steps", "64"]
+    arguments += ["--n-layers", "60", "--step-sizes", "3", "--step-normalization", "none", "--total-timesteps", "512"]
+    assert main(arguments) == 2
+    assert "diverge" in capsys.readouterr().err
+    assert RunFolder(tmp_path / "run").status["status"].startswith("failed")
+
+
+def test_the_command_says_where_to_go():
+    def run(*arguments):
+        return subprocess.run([sys.executable, "-m", "icrl_gym", *arguments], capture_output=True, text=True)
+
+    help_text = run("--help").stdout
+    assert "train" in help_text and "benchmark" in help_text and "tensorboard --logdir" in help_text
+    assert run("--version").stdout.startswith("icrl-gym 0.")
+    wrong = run("train", "--gamma", "2")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert run("trane").returncode == 2
