@@ -97,6 +97,14 @@ class Context:
             empty = ~self.mask if field.ndim == len(shape) else ~self.mask.unsqueeze(-1)
             setattr(self, name, field.masked_fill(empty, 0.0))
 
+    @classmethod
+    def _of(cls, fields: dict[str, Tensor]) -> Context:
+        """A context of parts of valid ones, which need no second look."""
+        context = cls.__new__(cls)
+        for name in _FIELDS:
+            setattr(context, name, fields[name])
+        return context
+
     @property
     def n_features(self) -> int:
         """The dimension d of a state."""
@@ -125,12 +133,12 @@ class Context:
         """Transitions, by any index that torch understands; of a batch, contexts first and ``[..., rows]`` for transitions."""
         if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis:
             rows = index[1]
-            return Context(
-                *(getattr(self, name)[(..., rows) if _n_dim(name) == -1 else (..., rows, slice(None))] for name in _FIELDS)
+            return Context._of(
+                {n: getattr(self, n)[(..., rows) if _n_dim(n) == -1 else (..., rows, slice(None))] for n in _FIELDS}
             )
         if not self.batch_shape and isinstance(index, int):
             index = slice(index, None if index == -1 else index + 1)
-        return Context(*(getattr(self, name)[index] for name in _FIELDS))
+        return Context._of({name: getattr(self, name)[index] for name in _FIELDS})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):
@@ -146,17 +154,14 @@ class Context:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Context:
         """The same context on another device or in another floating-point type."""
         floats = {name: getattr(self, name).to(device=device, dtype=dtype) for name in _FLOATS}
-        bools = {name: getattr(self, name).to(device=device) for name in _BOOLS}
-        return Context(**floats, **bools)
+        return Context._of({**floats, **{name: getattr(self, name).to(device=device) for name in _BOOLS}})
 
     @staticmethod
     def cat(contexts: Sequence[Context]) -> Context:
         """One context that holds the transitions of several, one after the other (along n)."""
         if not contexts:
             raise ValueError("Context.cat: expected at least one context, got none.")
-        floats = {name: torch.cat([getattr(c, name) for c in contexts], dim=_n_dim(name)) for name in _FLOATS}
-        bools = {name: torch.cat([getattr(c, name) for c in contexts], dim=-1) for name in _BOOLS}
-        return Context(**floats, **bools)
+        return Context._of({n: torch.cat([getattr(c, n) for c in contexts], dim=_n_dim(n)) for n in _FIELDS})
 
     @staticmethod
     def stack(contexts: Sequence[Context]) -> Context:
@@ -173,7 +178,7 @@ class Context:
                 pad = (0, 0, 0, missing) if name in ("states", "next_states") else (0, missing)
                 padded.append(torch.nn.functional.pad(field, pad))
             fields[name] = torch.stack(padded)
-        return Context(**fields)
+        return Context._of(fields)
 
     @staticmethod
     def empty(n_features: int, dtype: torch.dtype = torch.float64) -> Context:

@@ -114,6 +114,7 @@ class InContextCritic(nn.Module):
         self.kernel: Kernel = transformer.kernel
         self.value_function: ValueFunction | None = None
         self.context: Context | None = None
+        self._known: dict[bytes, float] = {}  # values of observations under the present context
         self.condition(Context.empty(n_features))
         self.is_conditioned.fill_(False)
 
@@ -178,6 +179,7 @@ class InContextCritic(nn.Module):
         self.centers, self.coefficients, self.center_mask = value.centers, value.coefficients, value.center_mask
         self.shift, self.offset = value.shift, value.offset
         self.is_conditioned.fill_(True)
+        self._known.clear()
 
     @torch.no_grad()
     def forward(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m 1"]:
@@ -191,21 +193,40 @@ class InContextCritic(nn.Module):
                 "the in-context critic has no context yet: nothing has conditioned it. Pass `callback=InContextCallback()` "
                 "to `learn`, or call `critic.condition(context)`."
             )
+        values = self._remembered(observations) if observations.device.type == "cpu" else self._evaluate(observations)
+        return values.unsqueeze(-1).to(observations.dtype)
+
+    def _remembered(self, observations: Float[Tensor, "m d"], most: int = 2**16) -> Float[Tensor, "m"]:
+        """The values of observations, computed once for each until the next context.
+
+        An algorithm asks for the value of every observation of a rollout once while it collects and ``n_epochs`` times in its
+        update; a look-up by the row's bytes is much cheaper than its kernel values, and gives the very same number.
+        """
+        keys = [row.tobytes() for row in observations.numpy()]
+        known = self._known
+        missing = [index for index, key in enumerate(keys) if key not in known]
+        if missing:
+            if len(known) > most:
+                known.clear()
+                missing = list(range(len(keys)))
+            rows = observations if len(missing) == len(keys) else observations[missing]
+            known.update(zip([keys[index] for index in missing], self._evaluate(rows).tolist(), strict=True))
+        return torch.tensor([known[key] for key in keys], dtype=self.centers.dtype)
+
+    def _evaluate(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m"]:
         states = observations.to(self.centers)
         if self.n_tasks == 1:
-            values = self._values(states.unsqueeze(0)).squeeze(0)
-        else:
-            # Rows are laid out one task a line, for one batched evaluation whatever the number of tasks.
-            task = self._task(states)
-            order = torch.argsort(task, stable=True)
-            counts = torch.bincount(task, minlength=self.n_tasks)
-            first = counts.cumsum(0) - counts
-            slot = torch.empty_like(task)
-            slot[order] = torch.arange(len(task), device=task.device) - first[task[order]]
-            grid = states.new_zeros(self.n_tasks, int(counts.max()) if len(task) else 0, self.n_features)
-            grid[task, slot] = states
-            values = self._values(grid)[task, slot]
-        return values.unsqueeze(-1).to(observations.dtype)
+            return self._values(states.unsqueeze(0)).squeeze(0)
+        # Rows are laid out one task a line, for one batched evaluation whatever the number of tasks.
+        task = self._task(states)
+        order = torch.argsort(task, stable=True)
+        counts = torch.bincount(task, minlength=self.n_tasks)
+        first = counts.cumsum(0) - counts
+        slot = torch.empty_like(task)
+        slot[order] = torch.arange(len(task), device=task.device) - first[task[order]]
+        grid = states.new_zeros(self.n_tasks, int(counts.max()) if len(task) else 0, self.n_features)
+        grid[task, slot] = states
+        return self._values(grid)[task, slot]
 
     def offsets(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m"]:
         """What :meth:`forward` adds to the value of each observation: b of its task."""
@@ -226,16 +247,13 @@ class InContextCritic(nn.Module):
         if not own.infinite:
             last = errors.shape[-2] - 1
             return {depth: _rms(errors[..., depth, :], context.mask) for depth in sorted({*depths, last}) if depth <= last}
+        # A few hundred transitions tell a root mean square to some per cent, at a fraction of the cost; as many as there are
+        # landmarks are as well compared with each other.
+        most = own.n_landmarks or 256
+        sample = context[..., slice(None, None, max(1, len(context) // most))]
         layers = InContextTransformer(
-            own.kernel,
-            gamma=self.gamma,
-            n_layers=max(depths),
-            value_shift=own.value_shift,
-            n_landmarks=own.n_landmarks,
+            own.kernel, gamma=self.gamma, n_layers=max(depths), value_shift=own.value_shift
         ).to(errors.device)
-        # Some five hundred transitions tell a root mean square to a few per cent, at a fraction of the cost.
-        stride = max(1, len(context) // 512)
-        sample = context[..., slice(None, None, stride)]
         finite = layers.condition(sample).td_errors
         curve: dict[float, float] = {depth: _rms(finite[..., depth, :], sample.mask) for depth in depths}
         return {**curve, math.inf: _rms(errors[..., -1, :], context.mask)}
@@ -258,6 +276,7 @@ class InContextCritic(nn.Module):
             if saved is not None:
                 setattr(self, name, getattr(self, name).new_empty(saved.shape, dtype=saved.dtype))
         self.context = self.value_function = None
+        self._known.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -33,9 +33,9 @@ def euclidean(keys: Float[Tensor, "*#b n d"], queries: Float[Tensor, "*#b m d"])
     center = keys.mean(-2, keepdim=True)
     u, w = keys - center, queries - center
     uu, ww = u.square().sum(-1, keepdim=True), w.square().sum(-1).unsqueeze(-2)
-    size = uu + ww
-    squared = size - 2 * (u @ w.transpose(-1, -2))
-    near = ~(squared > 1e-4 * size)  # also where anything is not finite
+    squared = (uu + ww).sub_(u @ w.transpose(-1, -2), alpha=2)
+    # One bound for all pairs, the largest; "not greater", so that what is not finite is computed again too.
+    near = ~(squared > 1e-4 * (uu.max() + ww.max()))
     distance = squared.clamp_min_(0.0).sqrt_()
     index = near.nonzero(as_tuple=True)
     if len(index[0]) > near.numel() // 8:

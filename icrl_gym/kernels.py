@@ -152,7 +152,7 @@ class RBFKernel(_TemperatureKernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        return torch.exp(-euclidean(keys, queries).square() / (2 * self._scale(keys)))
+        return torch.exp(euclidean(keys, queries).square() * (-0.5 / self._scale(keys)))
 
 
 class LaplacianKernel(_TemperatureKernel):
@@ -167,7 +167,7 @@ class LaplacianKernel(_TemperatureKernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        return torch.exp(-euclidean(keys, queries) / self._scale(keys))
+        return torch.exp(euclidean(keys, queries) * (-1 / self._scale(keys)))
 
 
 class MaternKernel(_TemperatureKernel):

@@ -179,7 +179,7 @@ def save_contexts(file: Path, contexts: Sequence[Context]) -> None:
     arrays = {
         f"{index}/{name}": getattr(context, name).numpy() for index, context in enumerate(contexts) for name in _CONTEXT_FIELDS
     }
-    np.savez_compressed(file, **arrays)
+    np.savez(file, **arrays)
 
 
 def load_contexts(file: Path) -> list[Context]:
