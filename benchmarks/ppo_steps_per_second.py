@@ -54,7 +54,11 @@ def speed(env: str, critic: str, config: Config) -> float:
 def main() -> None:
     """Time, print, save."""
     config = tyro.cli(Config)
-    results: dict[str, object] = {"versions": versions(), "total_timesteps": config.total_timesteps, "torch_threads": config.torch_threads}
+    results: dict[str, object] = {
+        "versions": versions(),
+        "total_timesteps": config.total_timesteps,
+        "torch_threads": config.torch_threads,
+    }
     for env in config.envs:
         pairs = []
         for index in range(config.pairs + 1):
@@ -65,7 +69,9 @@ def main() -> None:
                 print(f"{env:15s} in-context {speeds['in-context']:6.0f}   mlp {speeds['mlp']:6.0f} steps/s   "
                       f"ratio {speeds['in-context'] / speeds['mlp']:.3f}", flush=True)  # fmt: skip
         ratios = [p["in-context"] / p["mlp"] for p in pairs]
-        print(f"{env:15s} ratio in-context / mlp: median {np.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+        print(
+            f"{env:15s} ratio in-context / mlp: median {np.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}"
+        )
         results[env] = {"pairs": pairs, "median_ratio": float(np.median(ratios)), "ratios": ratios}
     Path(config.out).write_text(json.dumps(results, indent=2) + "\n")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from icrl_gym.callbacks.rollout import RolloutCallback
 
 from icrl_gym.advantages import center, generalized_advantages
-from icrl_gym.callbacks.rollout import RolloutCallback
 
 __all__ = ["AdvantageCenteringCallback"]
 
@@ -37,7 +37,9 @@ class AdvantageCenteringCallback(RolloutCallback):
             np.copyto(buffer.rewards, 0.0, where=~finite)
             np.copyto(buffer.values, 0.0, where=~np.isfinite(buffer.values))
             errors = np.where(finite, self.rollout_td_errors(), 0.0)
-            exact = generalized_advantages(np.nan_to_num(errors, nan=0.0, posinf=0.0, neginf=0.0), self.ends, gamma, gae_lambda)
+            exact = generalized_advantages(
+                np.nan_to_num(errors, nan=0.0, posinf=0.0, neginf=0.0), self.ends, gamma, gae_lambda
+            )
             centered = exact - exact.mean()
         buffer.advantages[:] = centered
         buffer.returns[:] = exact + (buffer.values - offset)

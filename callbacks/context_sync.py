@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 import torch
+from icrl_gym.callbacks.rollout import require_in_context_policy, wrappers_of
+from icrl_gym.callbacks.view import PolicyView
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
-from icrl_gym.callbacks.rollout import require_in_context_policy, wrappers_of
-from icrl_gym.callbacks.view import PolicyView
 from icrl_gym.context import Context
 from icrl_gym.policy import InContextActorCriticPolicy
 
@@ -84,11 +84,13 @@ class ContextSyncCallback(BaseCallback):
         last = self.model._last_obs
         assert last is not None
         with torch.no_grad():
-            seen = self.policy.critic_states(obs_as_tensor(last, self.policy.device)).cpu().numpy()  # type: ignore[arg-type]
+            seen = self.policy.critic_states(obs_as_tensor(last, self.policy.device)).cpu().numpy()
         for index, observation in enumerate(recorded):
             expected = None if observation is None else np.nan_to_num(view.states(observation), posinf=0.0, neginf=0.0)
-            if expected is None or expected.shape != seen[index].shape or not np.allclose(
-                expected, seen[index], rtol=1e-5, atol=1e-5
+            if (
+                expected is None
+                or expected.shape != seen[index].shape
+                or not np.allclose(expected, seen[index], rtol=1e-5, atol=1e-5)
             ):
                 raise ValueError(
                     f"environment {index}: the policy's observation {_short(seen[index])} is not the one that RollingContext "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from stable_baselines3.common.callbacks import CallbackList
-
 from icrl_gym.callbacks.advantage_centering import AdvantageCenteringCallback
 from icrl_gym.callbacks.context_sync import ContextSyncCallback
 from icrl_gym.callbacks.td_error import TDErrorCallback
+from stable_baselines3.common.callbacks import CallbackList
 
 __all__ = ["InContextCallback"]
 

@@ -42,9 +42,7 @@ class RolloutCallback(BaseCallback):
         # The very condition under which SB3 adds gamma V(terminal observation) to the reward.
         bootstrapped = np.array(
             [
-                done
-                and info.get("terminal_observation") is not None
-                and bool(info.get("TimeLimit.truncated", False))
+                done and info.get("terminal_observation") is not None and bool(info.get("TimeLimit.truncated", False))
                 for done, info in zip(dones, self.locals["infos"], strict=True)
             ],
             bool,

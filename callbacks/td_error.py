@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from icrl_gym.callbacks.rollout import RolloutCallback
 from stable_baselines3.common.logger import TensorBoardOutputFormat
 from torch.utils.tensorboard import SummaryWriter
 
-from icrl_gym.callbacks.rollout import RolloutCallback
 from icrl_gym.critic import InContextCritic
 
 __all__ = ["TDErrorCallback", "effective_rank"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize, unwrap_vec_normalize
 
 from icrl_gym.context import Context
@@ -70,15 +71,17 @@ def _affine(normalize: VecNormalize) -> tuple[np.ndarray, np.ndarray, np.ndarray
     """Mean, scale and clipping bound of each entry of a flattened observation."""
     space = normalize.observation_space
     if not isinstance(space, spaces.Dict):
-        rms, size = normalize.obs_rms, int(np.prod(space.shape or ()))
-        parts = [(rms.mean.ravel(), rms.var.ravel(), size, normalize.clip_obs)]  # type: ignore[union-attr]
+        rms = normalize.obs_rms
+        assert isinstance(rms, RunningMeanStd)
+        parts = [(rms.mean.ravel(), rms.var.ravel(), int(np.prod(space.shape or ())), normalize.clip_obs)]
     else:
         parts = []
+        assert isinstance(normalize.obs_rms, dict)
         for key, part in space.spaces.items():
             size = spaces.flatdim(part)
             if key in (normalize.norm_obs_keys or ()):
-                rms = normalize.obs_rms[key]  # type: ignore[index]
-                parts.append((rms.mean.ravel(), rms.var.ravel(), size, normalize.clip_obs))
+                of_key = normalize.obs_rms[key]
+                parts.append((of_key.mean.ravel(), of_key.var.ravel(), size, normalize.clip_obs))
             else:
                 parts.append((np.zeros(size), np.full(size, 1.0 - normalize.epsilon), size, np.inf))
     mean = np.concatenate([p[0] for p in parts])

@@ -6,14 +6,14 @@ Run it:  python examples/plug_into_ppo.py            (Pendulum-v1, about two min
 
 import argparse
 
+from icrl_gym.callbacks import InContextCallback
+from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 
 from icrl_gym import InContextActorCriticPolicy
-from icrl_gym.callbacks import InContextCallback
-from icrl_gym.wrappers import RollingContext
 
 
 def main() -> None:

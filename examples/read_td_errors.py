@@ -7,13 +7,13 @@ To look at the same run in the browser:  tensorboard --logdir LOGDIR  (the folde
 import argparse
 import tempfile
 
+from icrl_gym.callbacks import InContextCallback
+from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from icrl_gym import InContextActorCriticPolicy
-from icrl_gym.callbacks import InContextCallback
-from icrl_gym.wrappers import RollingContext
 
 
 def main() -> None:

@@ -55,7 +55,9 @@ def main() -> None:
         returns[t] = future
     kept = slice(0, len(rewards) - 40)
     predicted = value(torch.as_tensor(states[kept])).numpy()
-    print(f"correlation of the value with the returns of a new episode: {np.corrcoef(predicted, returns[kept])[0, 1]:.2f}")
+    print(
+        f"correlation of the value with the returns of a new episode: {np.corrcoef(predicted, returns[kept])[0, 1]:.2f}"
+    )
 
 
 if __name__ == "__main__":

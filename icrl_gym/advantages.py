@@ -39,7 +39,7 @@ def generalized_advantages(
 def offset_effect(
     offset: float | npt.ArrayLike, terminated: npt.ArrayLike, ends: npt.ArrayLike, gamma: float, gae_lambda: float
 ) -> npt.NDArray[np.float64]:
-    """b G_t: how much lower the advantages are because every value is too high by b.
+    """B G_t: how much lower the advantages are because every value is too high by b.
 
         G_t = sum_l (gamma lambda)^l (1 - gamma nt_{t+l})     cut at the end of the episode and of the rollout
 

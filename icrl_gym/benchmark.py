@@ -95,7 +95,9 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
         return float(values[0]), float(values[0])
     from scipy.stats import bootstrap
 
-    interval = bootstrap((np.asarray(values),), np.mean, method="percentile", rng=np.random.default_rng(seed)).confidence_interval
+    interval = bootstrap(
+        (np.asarray(values),), np.mean, method="percentile", rng=np.random.default_rng(seed)
+    ).confidence_interval
     return float(interval.low), float(interval.high)
 
 
@@ -126,10 +128,21 @@ def _run_all(configs: list[TrainConfig], jobs: int) -> None:
 
 def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:
     out = Path(config.out)
-    header = ["env", "critic", "seeds", "timesteps", "final return", "95% low", "95% high", "by seed", "success", "steps/s"]
+    header = [
+        "env",
+        "critic",
+        "seeds",
+        "timesteps",
+        "final return",
+        "95% low",
+        "95% high",
+        "by seed",
+        "success",
+        "steps/s",
+    ]
     rows: list[list[str]] = []
     for env in config.envs:
-        curves = {}
+        curves: dict[str, list[tuple[list[int], list[float]]]] = {}
         for critic in config.critics:
             folders = [RunFolder(str(run.run_dir)) for run in configs if run.env == (env,) and run.critic == critic]
             tables = [folder.read_episodes() for folder in folders]

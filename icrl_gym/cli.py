@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"icrl-gym {icrl_gym.__version__}")
         return 0
     config = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,
         args=arguments or ["--help"],
         prog="icrl-gym",
         description=DESCRIPTION,
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\ninterrupted; go on with: icrl-gym train --resume {run.folder.path}", file=sys.stderr)
         return 130
     status = run.folder.status
-    print(f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {run.folder.path}/learning_curve.png")
+    print(
+        f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {run.folder.path}/learning_curve.png"
+    )
     return 0
 
 

@@ -206,7 +206,7 @@ def _as_float(name: str, value: Any) -> Tensor:
 
 def _as_bool(
     name: str, value: Any, shape: torch.Size, device: torch.device, default: bool | None = None
-) -> Bool[Tensor, "..."]:
+) -> Bool[Tensor, ...]:
     if value is None and default is not None:
         return torch.full(shape, default, dtype=torch.bool, device=device)
     array = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
@@ -293,9 +293,7 @@ class TransitionBuffer:
             context: One context (no batch) of states with ``n_features`` entries.
         """
         if context.batch_shape or context.n_features != self.n_features:
-            raise ValueError(
-                f"expected one context of states with {self.n_features} entries, got {context!r}."
-            )
+            raise ValueError(f"expected one context of states with {self.n_features} entries, got {context!r}.")
         context = context[context.mask][-self.capacity :]
         for j in range(len(context)):
             self.add(

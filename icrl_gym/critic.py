@@ -155,7 +155,9 @@ class InContextCritic(nn.Module):
             FloatingPointError: The layers diverge on this context.
         """
         if context.batch_shape or context.n_features != self.n_features:
-            raise ValueError(f"the critic expects one context of states with {self.n_features} entries, got {context!r}.")
+            raise ValueError(
+                f"the critic expects one context of states with {self.n_features} entries, got {context!r}."
+            )
         context = context.to(self.transformer.gamma.device, self.transformer.gamma.dtype)
         context = context[context.mask]
         if self.n_tasks > 1:
@@ -196,7 +198,7 @@ class InContextCritic(nn.Module):
         values = self._remembered(observations) if observations.device.type == "cpu" else self._evaluate(observations)
         return values.unsqueeze(-1).to(observations.dtype)
 
-    def _remembered(self, observations: Float[Tensor, "m d"], most: int = 2**16) -> Float[Tensor, "m"]:
+    def _remembered(self, observations: Float[Tensor, "m d"], most: int = 2**16) -> Float[Tensor, m]:
         """The values of observations, computed once for each until the next context.
 
         An algorithm asks for the value of every observation of a rollout once while it collects and ``n_epochs`` times in its
@@ -213,7 +215,7 @@ class InContextCritic(nn.Module):
             known.update(zip([keys[index] for index in missing], self._evaluate(rows).tolist(), strict=True))
         return torch.tensor([known[key] for key in keys], dtype=self.centers.dtype)
 
-    def _evaluate(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m"]:
+    def _evaluate(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, m]:
         states = observations.to(self.centers)
         if self.n_tasks == 1:
             return self._values(states.unsqueeze(0)).squeeze(0)
@@ -228,7 +230,7 @@ class InContextCritic(nn.Module):
         grid[task, slot] = states
         return self._values(grid)[task, slot]
 
-    def offsets(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m"]:
+    def offsets(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, m]:
         """What :meth:`forward` adds to the value of each observation: b of its task."""
         if self.n_tasks == 1:
             return self.offset.expand(len(observations))
@@ -246,7 +248,9 @@ class InContextCritic(nn.Module):
         errors = self.value_function.td_errors
         if not own.infinite:
             last = errors.shape[-2] - 1
-            return {depth: _rms(errors[..., depth, :], context.mask) for depth in sorted({*depths, last}) if depth <= last}
+            return {
+                depth: _rms(errors[..., depth, :], context.mask) for depth in sorted({*depths, last}) if depth <= last
+            }
         # A few hundred transitions tell a root mean square to some per cent, at a fraction of the cost; as many as there are
         # landmarks are as well compared with each other.
         most = own.n_landmarks or 256

@@ -42,6 +42,9 @@ def euclidean(keys: Float[Tensor, "*#b n d"], queries: Float[Tensor, "*#b m d"])
         return torch.cdist(keys, queries, compute_mode="donot_use_mm_for_euclid_dist")
     if len(index[0]):
         *batch, j, i = index
-        keys, queries = keys.expand(*near.shape[:-2], *keys.shape[-2:]), queries.expand(*near.shape[:-2], *queries.shape[-2:])
+        keys, queries = (
+            keys.expand(*near.shape[:-2], *keys.shape[-2:]),
+            queries.expand(*near.shape[:-2], *queries.shape[-2:]),
+        )
         distance[index] = (keys[(*batch, j)] - queries[(*batch, i)]).norm(dim=-1)
     return distance

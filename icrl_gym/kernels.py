@@ -47,7 +47,10 @@ class Kernel(nn.Module):
         """The formula of the kernel; ``mask`` matters only to one that is normalized over its keys."""
 
     def forward(
-        self, keys: Float[Tensor, "*#b n d"], queries: Float[Tensor, "*#b m d"], mask: Bool[Tensor, "*#b n"] | None = None
+        self,
+        keys: Float[Tensor, "*#b n d"],
+        queries: Float[Tensor, "*#b m d"],
+        mask: Bool[Tensor, "*#b n"] | None = None,
     ) -> Float[Tensor, "*#b n m"]:
         """Compare every key with every query.
 
@@ -281,31 +284,36 @@ class SumKernel(Kernel):
         flat: list[Kernel] = []
         flat_weights: list[Tensor] = []
         for kernel, weight in zip(kernels, values, strict=True):
-            inner = kernel.kernels if isinstance(kernel, SumKernel) else [kernel]
-            flat.extend(inner)  # type: ignore[arg-type]
+            flat.extend(kernel.parts if isinstance(kernel, SumKernel) else [kernel])
             flat_weights.extend(weight * w for w in (kernel.weights if isinstance(kernel, SumKernel) else [1.0]))
         self.kernels = nn.ModuleList(flat)
         self.register_buffer("weights", torch.stack(flat_weights))
 
     @property
+    def parts(self) -> list[Kernel]:
+        """The kernels that are added."""
+        return [kernel for kernel in self.kernels if isinstance(kernel, Kernel)]
+
+    @property
     def positive_definite(self) -> bool:  # type: ignore[override]
         """Whether every part is positive definite."""
-        return all(kernel.positive_definite for kernel in self.kernels)
+        return all(kernel.positive_definite for kernel in self.parts)
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
         weights = self.weights.to(keys)
-        return sum(w * kernel.pairwise(keys, queries, mask) for w, kernel in zip(weights, self.kernels, strict=True))
+        values = [w * kernel.pairwise(keys, queries, mask) for w, kernel in zip(weights, self.parts, strict=True)]
+        return torch.stack(values).sum(0) if len(values) > 1 else values[0]
 
     def adapted(self, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"] | None = None) -> Kernel:
         """See :meth:`Kernel.adapted`."""
-        kernels = [kernel.adapted(states, mask) for kernel in self.kernels]
-        unchanged = all(new is old for new, old in zip(kernels, self.kernels, strict=True))
+        kernels = [kernel.adapted(states, mask) for kernel in self.parts]
+        unchanged = all(new is old for new, old in zip(kernels, self.parts, strict=True))
         return self if unchanged else SumKernel(kernels, self.weights)
 
     def config(self) -> dict[str, Any]:
         """See :meth:`Kernel.config`."""
-        kernels = [kernel.config() for kernel in self.kernels]
+        kernels = [kernel.config() for kernel in self.parts]
         return {**super().config(), "kernels": kernels, "weights": self.weights.tolist()}
 
 
@@ -344,7 +352,9 @@ class NystromKernel(Kernel):
             )
         self.base = base
         self.register_buffer("landmarks", landmarks)
-        self.register_buffer("mask", landmarks.new_ones(landmarks.shape[:-1], dtype=torch.bool) if mask is None else mask)
+        self.register_buffer(
+            "mask", landmarks.new_ones(landmarks.shape[:-1], dtype=torch.bool) if mask is None else mask
+        )
         # In float64 whatever the states are: k(Z, Z) is as good as singular for smooth kernels.
         gram = base(landmarks.double(), landmarks.double(), self.mask)
         gram = gram.masked_fill(~self.mask.unsqueeze(-2), 0.0)

@@ -12,9 +12,7 @@ from matplotlib.figure import Figure
 __all__ = ["binned", "learning_curves"]
 
 
-def binned(
-    timesteps: npt.ArrayLike, values: npt.ArrayLike, edges: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def binned(timesteps: npt.ArrayLike, values: npt.ArrayLike, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The mean value in each bin of timesteps; NaN in a bin without any.
 
     Args:
@@ -33,7 +31,7 @@ def binned(
 
 
 def learning_curves(
-    curves: Mapping[str, Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]],
+    curves: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]],
     file: Path,
     title: str = "",
     ylabel: str = "episode return",

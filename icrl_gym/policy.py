@@ -84,8 +84,10 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
     def _build(self, lr_schedule: Schedule) -> None:
         # The critic reads the flattened observation, whatever features the actor learns: they would move under the context.
         self.share_features_extractor = False
-        flatten = CombinedExtractor if isinstance(self.observation_space, spaces.Dict) else FlattenExtractor
-        self.vf_features_extractor = flatten(self.observation_space)
+        space = self.observation_space
+        self.vf_features_extractor = (
+            CombinedExtractor(space) if isinstance(space, spaces.Dict) else FlattenExtractor(space)
+        )
         for extractor in (self.pi_features_extractor, self.vf_features_extractor):
             extractor.register_forward_pre_hook(_finite_input)
         super()._build(lr_schedule)

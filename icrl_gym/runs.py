@@ -1,13 +1,13 @@
 """Run folders: what was run, how far it got, and whole files whatever happens.
 
-    config.json           the resolved settings
-    run.json              command, versions, seed, start, end, status, steps per second
-    episodes.csv          one row an episode: timesteps, return, length, success
-    tensorboard/          events, for `tensorboard --logdir`
-    progress_<steps>.csv  SB3's logger as a table, one file for each start at so many steps
-    checkpoints/          the newest two, each a whole folder
-    model.zip             the trained model (and vecnormalize.pkl beside it), once the run has finished
-    learning_curve.png
+config.json           the resolved settings
+run.json              command, versions, seed, start, end, status, steps per second
+episodes.csv          one row an episode: timesteps, return, length, success
+tensorboard/          events, for `tensorboard --logdir`
+progress_<steps>.csv  SB3's logger as a table, one file for each start at so many steps
+checkpoints/          the newest two, each a whole folder
+model.zip             the trained model (and vecnormalize.pkl beside it), once the run has finished
+learning_curve.png
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ class RunFolder:
 def save_contexts(file: Path, contexts: Sequence[Context]) -> None:
     """Write one context an environment into an npz file (no pickle in it)."""
     arrays = {
-        f"{index}/{name}": getattr(context, name).numpy() for index, context in enumerate(contexts) for name in _CONTEXT_FIELDS
+        f"{index}/{name}": getattr(context, name).numpy()
+        for index, context in enumerate(contexts)
+        for name in _CONTEXT_FIELDS
     }
     np.savez(file, **arrays)
 

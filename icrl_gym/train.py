@@ -203,7 +203,12 @@ class TrainingRun:
         folder.write_config(dataclasses.asdict(config))
         command = shlex.join(["icrl-gym", *sys.argv[1:]])
         folder.update_status(
-            status="running", command=command, versions=versions(), seed=config.seed, started=_now(), timesteps=model.num_timesteps
+            status="running",
+            command=command,
+            versions=versions(),
+            seed=config.seed,
+            started=_now(),
+            timesteps=model.num_timesteps,
         )
         folder.drop_episodes_after(model.num_timesteps)
         model.set_logger(_logger(folder.path, model.num_timesteps, config.verbose))
@@ -228,7 +233,9 @@ class TrainingRun:
         self.env.close()
         episodes = folder.read_episodes()
         points = [e.timesteps for e in episodes], [e.episode_return for e in episodes]
-        learning_curves({f"PPO, {config.critic} critic": [points]}, folder.path / "learning_curve.png", " + ".join(config.env))
+        learning_curves(
+            {f"PPO, {config.critic} critic": [points]}, folder.path / "learning_curve.png", " + ".join(config.env)
+        )
         folder.update_status(
             status="finished",
             ended=_now(),
@@ -273,7 +280,9 @@ def make_training_env(config: TrainConfig) -> VecEnv:
     if kind == "metaworld":
         from icrl_gym import metaworld
 
-        limit = {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
+        limit: dict[str, Any] = (
+            {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
+        )
         env = metaworld.make_vec_env(
             list(names), config.n_envs, config.seed, vec_env_cls=vec_env_cls, context_length=length, **limit
         )
@@ -440,7 +449,10 @@ class _Lines(BaseCallback):
         speed = (self.num_timesteps - self._start[1]) / (time.perf_counter() - self._start[0])
         recent = [info["r"] for info in self.model.ep_info_buffer or ()]
         average = f"{np.mean(recent):10.1f}" if recent else "    (none)"
-        print(f"{self.num_timesteps:9,d} of {self.total:,d} steps   mean return {average}   {speed:5.0f} steps/s", flush=True)
+        print(
+            f"{self.num_timesteps:9,d} of {self.total:,d} steps   mean return {average}   {speed:5.0f} steps/s",
+            flush=True,
+        )
 
 
 def _progress(total_timesteps: int) -> BaseCallback:

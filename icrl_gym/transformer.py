@@ -67,9 +67,7 @@ class AttentionHead(nn.Module):
     query: Tensor
     value: Tensor
 
-    def __init__(
-        self, key: Float[Tensor, "d r"], query: Float[Tensor, "d r"], value: Float[Tensor, "r r"]
-    ) -> None:
+    def __init__(self, key: Float[Tensor, "d r"], query: Float[Tensor, "d r"], value: Float[Tensor, "r r"]) -> None:
         super().__init__()
         self.register_buffer("key", key)
         self.register_buffer("query", query)
@@ -199,7 +197,9 @@ class InContextTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(kernel, Kernel):
-            raise TypeError(f"kernel must be a Kernel of icrl_gym.kernels, got {kernel!r}. make_kernel(name) makes one.")
+            raise TypeError(
+                f"kernel must be a Kernel of icrl_gym.kernels, got {kernel!r}. make_kernel(name) makes one."
+            )
         if not 0.0 <= float(gamma) <= 1.0:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}.")
         if step_normalization not in get_args(StepNormalization):
@@ -320,7 +320,9 @@ class InContextTransformer(nn.Module):
         Raises:
             FloatingPointError: The layers diverge, or the fixed point does not exist.
         """
-        chosen, chosen_mask = self._landmarks(context) if landmarks is None else (as_states(landmarks, context), landmark_mask)
+        chosen, chosen_mask = (
+            self._landmarks(context) if landmarks is None else (as_states(landmarks, context), landmark_mask)
+        )
         kernel = self.kernel.adapted(context.states, context.mask)
         if chosen is not None:
             kernel = NystromKernel(kernel, chosen, chosen_mask)
@@ -388,7 +390,9 @@ class InContextTransformer(nn.Module):
             return kernel
         landmarks = prompt.landmarks.unsqueeze(-3).expand(*prompt.keys.shape[:-1], *prompt.landmarks.shape[-2:])
         mask = prompt.landmark_mask
-        return NystromKernel(kernel, landmarks, None if mask is None else mask.unsqueeze(-2).expand(landmarks.shape[:-1]))
+        return NystromKernel(
+            kernel, landmarks, None if mask is None else mask.unsqueeze(-2).expand(landmarks.shape[:-1])
+        )
 
 
 def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
@@ -448,4 +452,3 @@ def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: f
 def _check_finite(now: Tensor, before: Tensor, index: int, n_layers: int) -> None:
     if not bool(torch.isfinite(now).all()):
         raise divergence(index, n_layers, float(before.abs().max()))
-

@@ -108,7 +108,7 @@ def iterate(
     rewards: Float[Tensor, "*b n"],
     shift: Float[Tensor, "*b"],
     gamma: Tensor,
-    step_sizes: Float[Tensor, "L"],
+    step_sizes: Float[Tensor, L],
     normalizer: Callable[[Kernel, Tensor, Tensor, Tensor | None], Tensor],
     has_offset: bool,
 ) -> ValueFunction:
@@ -271,10 +271,10 @@ def _value_function(
     td_errors: Tensor,
     has_offset: bool,
 ) -> ValueFunction:
+    centers, mask = context.states, context.mask
     if isinstance(kernel, NystromKernel):
-        kernel, centers, mask = kernel.base, kernel.landmarks.to(coefficients), kernel.mask
-    else:
-        centers, mask = context.states, context.mask
+        centers, mask = kernel.landmarks.to(coefficients), kernel.mask
+        kernel = kernel.base
     coefficients = coefficients * mask
     origin = centers.new_zeros(*centers.shape[:-2], 1, centers.shape[-1])
     at_origin = expand(kernel, centers, mask, coefficients, origin).squeeze(-1)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icrl_gym.callbacks import AdvantageCenteringCallback, ContextSyncCallback
+from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 
 from icrl_gym import InContextActorCriticPolicy
 from icrl_gym.advantages import center, generalized_advantages, offset_effect
-from icrl_gym.callbacks import AdvantageCenteringCallback, ContextSyncCallback
-from icrl_gym.wrappers import RollingContext
 
 
 def stretches(seed, n_steps=64, n_envs=3):

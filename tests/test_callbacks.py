@@ -7,6 +7,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from icrl_gym.callbacks import AdvantageCenteringCallback, InContextCallback, TDErrorCallback
+from icrl_gym.callbacks.td_error import effective_rank
+from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.monitor import Monitor
@@ -14,9 +17,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from icrl_gym import InContextActorCriticPolicy
-from icrl_gym.callbacks import AdvantageCenteringCallback, InContextCallback, TDErrorCallback
-from icrl_gym.callbacks.td_error import effective_rank
-from icrl_gym.wrappers import RollingContext
 
 
 class Walk(gym.Env):
@@ -72,7 +72,11 @@ def test_every_quantity_is_logged_once_a_rollout_at_num_timesteps(tmp_path, crit
     model.set_logger(configure(str(tmp_path), ["tensorboard"]))
     model.learn(400, callback=InContextCallback())
     board = events(tmp_path)
-    ours = [t for t in board.Tags()["scalars"] if t.split("/")[0] in ("td_error", "td_error_by_depth", "critic", "centering")]
+    ours = [
+        t
+        for t in board.Tags()["scalars"]
+        if t.split("/")[0] in ("td_error", "td_error_by_depth", "critic", "centering")
+    ]
     expected = {
         *(f"td_error/{where}_{what}" for where in ("rollout", "context") for what in ("rms", "mean", "max")),
         "td_error/n_nonfinite", "critic/offset", "critic/context_fill", "critic/context_size", "critic/effective_rank",

@@ -187,7 +187,9 @@ def test_a_constant_reward_needs_no_layer():
     np.testing.assert_allclose(value(100 * states), 300.0)
 
 
-@pytest.mark.parametrize("options", [{"step_sizes": [1.0] * 3}, {"n_layers": math.inf}, {"n_layers": math.inf, "n_landmarks": 4}])
+@pytest.mark.parametrize(
+    "options", [{"step_sizes": [1.0] * 3}, {"n_layers": math.inf}, {"n_layers": math.inf, "n_landmarks": 4}]
+)
 def test_an_empty_context_has_the_value_zero(options):
     transformer = InContextTransformer(RBFKernel("median"), gamma=0.9, value_shift=True, **options)
     nothing = [
@@ -202,7 +204,7 @@ def test_an_empty_context_has_the_value_zero(options):
 def test_a_system_without_unique_solution_says_so():
     context, _, _ = chain(copies=2)
     transformer = InContextTransformer(LinearKernel(), gamma=0.9, n_layers=math.inf, ridge=0.0)
-    with pytest.raises(FloatingPointError, match="not unique with ridge=0.*Set a positive ridge"):
+    with pytest.raises(FloatingPointError, match=r"not unique with ridge=0.*Set a positive ridge"):
         transformer.condition(context)
 
 

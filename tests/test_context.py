@@ -87,7 +87,10 @@ def test_copies_and_pickles_are_equal_and_alone():
 
 
 @settings(deadline=None, max_examples=60)
-@given(capacity=st.integers(1, 7), events=st.lists(st.sampled_from(["add", "add", "add", "cut", "skip", "clear"]), max_size=40))
+@given(
+    capacity=st.integers(1, 7),
+    events=st.lists(st.sampled_from(["add", "add", "add", "cut", "skip", "clear"]), max_size=40),
+)
 def test_the_ring_is_a_list_of_the_newest(capacity, events):
     buffer, expected, last = TransitionBuffer(capacity, 2, np.float64), [], None
     for index, event in enumerate(events):

@@ -54,7 +54,9 @@ def states(n, d=4, seed=0, dtype=torch.float64, batch=()):
 )
 def test_kernels_are_those_of_scikit_learn(kernel, peer, d, dtype):
     u, w = states(7, d, dtype=dtype), states(5, d, seed=1, dtype=dtype)
-    np.testing.assert_allclose(kernel(u, w), peer(u.double().numpy(), w.double().numpy()), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    np.testing.assert_allclose(
+        kernel(u, w), peer(u.double().numpy(), w.double().numpy()), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -135,7 +137,13 @@ def test_far_from_the_origin_in_single_precision():
 
 
 @settings(deadline=None, max_examples=30)
-@given(n=st.integers(1, 40), m=st.integers(1, 40), d=st.integers(16, 60), scale=st.floats(1e-3, 1e6), shift=st.floats(-1e6, 1e6))
+@given(
+    n=st.integers(1, 40),
+    m=st.integers(1, 40),
+    d=st.integers(16, 60),
+    scale=st.floats(1e-3, 1e6),
+    shift=st.floats(-1e6, 1e6),
+)
 def test_distances_by_products_are_distances_by_differences(n, m, d, scale, shift):
     repeat = -(-(2**19) // (n * m * d))  # enough queries for the product form
     keys = scale * states(n, d) + shift
@@ -212,7 +220,7 @@ def test_a_temperature_out_of_range_says_so(temperature):
 
 
 def test_other_wrong_arguments_say_so():
-    with pytest.raises(ValueError, match='a positive number or "median", got \'mean\''):
+    with pytest.raises(ValueError, match="a positive number or \"median\", got 'mean'"):
         RBFKernel("mean")
     with pytest.raises(ValueError, match="unknown kernel 'gaussian'; expected one of rbf, laplacian"):
         make_kernel("gaussian")

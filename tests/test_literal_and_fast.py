@@ -254,7 +254,11 @@ def test_wrong_ways_give_other_answers():
 
 def test_batches_are_loops():
     context, asked = random_context(7, batch=(2, 3), fill=0.6), queries()
-    for options in ({"n_layers": 8, "step_sizes": 0.5}, {"n_layers": math.inf}, {"n_layers": math.inf, "n_landmarks": 3}):
+    for options in (
+        {"n_layers": 8, "step_sizes": 0.5},
+        {"n_layers": math.inf},
+        {"n_layers": math.inf, "n_landmarks": 3},
+    ):
         transformer = InContextTransformer(RBFKernel("median"), gamma=0.9, value_shift=True, **options)
         together = transformer.condition(context)
         assert together(asked).shape == (2, 3, 4)
@@ -305,7 +309,12 @@ def test_the_order_of_transitions_changes_nothing(context, transformer, seed):
 
 
 @settings(deadline=None, max_examples=40)
-@given(context=contexts, transformer=transformers, padding=st.integers(1, 9), junk=st.sampled_from([0.0, 1e30, math.nan, math.inf]))
+@given(
+    context=contexts,
+    transformer=transformers,
+    padding=st.integers(1, 9),
+    junk=st.sampled_from([0.0, 1e30, math.nan, math.inf]),
+)
 def test_padding_changes_nothing_whatever_it_holds(context, transformer, padding, junk):
     def padded(tensor):
         extra = torch.full((padding, *tensor.shape[1:]), junk, dtype=torch.float64)
@@ -313,7 +322,11 @@ def test_padding_changes_nothing_whatever_it_holds(context, transformer, padding
 
     mask = torch.cat([context.mask, torch.zeros(padding, dtype=torch.bool)])
     longer = Context(
-        padded(context.states), padded(context.rewards), padded(context.next_states), padded(context.terminated), mask=mask
+        padded(context.states),
+        padded(context.rewards),
+        padded(context.next_states),
+        padded(context.terminated),
+        mask=mask,
     )
     close(transformer.condition(longer)(queries()), transformer.condition(context)(queries()))
     if not transformer.infinite:
@@ -324,7 +337,9 @@ def test_padding_changes_nothing_whatever_it_holds(context, transformer, padding
 @settings(deadline=None, max_examples=40)
 @given(context=contexts, transformer=transformers, factor=st.sampled_from([-3.0, 0.0, 2.0, 1e3]))
 def test_values_are_linear_in_the_rewards(context, transformer, factor):
-    scaled = Context(context.states, factor * context.rewards, context.next_states, context.terminated, mask=context.mask)
+    scaled = Context(
+        context.states, factor * context.rewards, context.next_states, context.terminated, mask=context.mask
+    )
     close(transformer.condition(scaled)(queries()), factor * transformer.condition(context)(queries()).numpy())
 
 

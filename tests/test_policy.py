@@ -9,16 +9,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from icrl_gym.callbacks import InContextCallback
+from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 from icrl_gym import Context, InContextActorCriticPolicy, InContextCritic
-from icrl_gym.callbacks import InContextCallback
 from icrl_gym.kernels import LinearKernel, RBFKernel
-from icrl_gym.wrappers import RollingContext
-
 
 # The processes of SubprocVecEnv cannot import a test module by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -132,7 +131,9 @@ def test_values_learn_the_return():
     states = np.array([[t, 5.0, 0.0] for t in range(5)])
     np.testing.assert_allclose(values(model, states), 10.0, rtol=1e-6)
     # The same rewards up to a terminal state: what is left of the episode.
-    model = make_model(DummyVecEnv([steps_env(how="terminated")]), gamma=0.9, critic={"offset": "removed", "ridge": 1e-8})
+    model = make_model(
+        DummyVecEnv([steps_env(how="terminated")]), gamma=0.9, critic={"offset": "removed", "ridge": 1e-8}
+    )
     model.learn(160, callback=InContextCallback())
     episode = 20.0  # one that the context holds
     left = [sum(0.9**k for k in range(5 - t)) for t in range(5)]
@@ -160,7 +161,10 @@ def test_terminal_values_come_from_the_finished_episode_of_the_right_environment
 
         def recording(obs):
             out = predict(obs)
-            if len(obs) == 1 and float(obs[0, 0]) in (3.0, 4.0):  # a last observation, of one environment, after its reset
+            if len(obs) == 1 and float(obs[0, 0]) in (
+                3.0,
+                4.0,
+            ):  # a last observation, of one environment, after its reset
                 recorded[int(obs[0, 3])].append(float(out))
             return out
 
@@ -200,7 +204,9 @@ def test_queries_and_context_are_measured_alike_under_vec_normalize(norm_obs, no
     context, query = at_the_call[-1]
     newest = len(context) - 1
     if not bool(context.truncated[newest]):
-        np.testing.assert_array_equal(context.next_states[newest].numpy().astype(np.float32), query[0].astype(np.float32))
+        np.testing.assert_array_equal(
+            context.next_states[newest].numpy().astype(np.float32), query[0].astype(np.float32)
+        )
     chained = ~context.truncated[:-1]
     torch.testing.assert_close(context.next_states[:-1][chained], context.states[1:][chained])
     scale = 500.0 / np.sqrt(env.ret_rms.var + env.epsilon) if norm_reward else 500.0
@@ -232,7 +238,9 @@ def test_subprocesses_change_nothing():
 
 
 def test_save_and_load_bring_the_critic_back_with_its_context(tmp_path):
-    model = make_model(DummyVecEnv([steps_env(tag=i, growth=0.5) for i in range(4)]), critic={"kernel": RBFKernel("median")})
+    model = make_model(
+        DummyVecEnv([steps_env(tag=i, growth=0.5) for i in range(4)]), critic={"kernel": RBFKernel("median")}
+    )
     model.learn(192, callback=InContextCallback())
     states = np.random.default_rng(0).normal(size=(7, 3))
     model.save(tmp_path / "model")

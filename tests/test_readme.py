@@ -10,13 +10,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    line
+    for block in re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_python_blocks_run(block, tmp_path):
     block = re.sub(r"learn\(10_000", "learn(1_024", block)
-    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", block], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", block], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     if "transformer.read_out" in block:
         first, second = (re.search(r"\[(.*?)\]", line).group(1).split(",") for line in done.stdout.splitlines())
@@ -27,8 +33,21 @@ def test_python_blocks_run(block, tmp_path):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("icrl-gym") and "--resume" not in c])
 def test_commands_are_understood(command, tmp_path):
     arguments = command.split("#")[0].split()[1:]
-    small = ["--total-timesteps", "256", "--n-envs", "3", "--n-steps", "64", "--n-epochs", "1", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-m", "icrl_gym", *arguments, *small], cwd=tmp_path, capture_output=True, text=True)
+    small = [
+        "--total-timesteps",
+        "256",
+        "--n-envs",
+        "3",
+        "--n-steps",
+        "64",
+        "--n-epochs",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "icrl_gym", *arguments, *small], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model.zip").exists()
 
@@ -37,7 +56,11 @@ def test_commands_are_understood(command, tmp_path):
 def test_examples_run_quickly(example, tmp_path):
     done = subprocess.run([sys.executable, str(example), "--quick"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = {"plug_into_ppo": "mean return", "wrap_metaworld": "correlation of the value", "read_td_errors": "in-context rms"}
+    said = {
+        "plug_into_ppo": "mean return",
+        "wrap_metaworld": "correlation of the value",
+        "read_td_errors": "in-context rms",
+    }
     assert said[example.stem] in done.stdout
 
 

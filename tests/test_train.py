@@ -60,7 +60,19 @@ def test_the_same_seed_plays_the_same_episodes(tmp_path):
 
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    arguments = ["train", "--env", "Pendulum-v1", "--total-timesteps", "20480", "--gamma", "0.9", "--n-envs", "2", "--n-steps", "128"]
+    arguments = [
+        "train",
+        "--env",
+        "Pendulum-v1",
+        "--total-timesteps",
+        "20480",
+        "--gamma",
+        "0.9",
+        "--n-envs",
+        "2",
+        "--n-steps",
+        "128",
+    ]
     arguments += ["--n-epochs", "1", "--checkpoint-freq", "512", "--run-dir", str(folder.path)]
     process = subprocess.Popen([sys.executable, "-m", "icrl_gym", *arguments], stdout=subprocess.DEVNULL, cwd=tmp_path)
     deadline = time.monotonic() + 120
@@ -83,7 +95,9 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
     assert episodes[: len(before)] == before and len(episodes) > len(before)
     assert [e.timesteps for e in episodes] == sorted(e.timesteps for e in episodes)
     assert (folder.path / f"progress_{reached}.csv").exists() and (folder.path / "progress_0.csv").exists()
-    steps = [e.step for e in EventAccumulator(str(folder.path / "tensorboard")).Reload().Scalars("td_error/rollout_rms")]
+    steps = [
+        e.step for e in EventAccumulator(str(folder.path / "tensorboard")).Reload().Scalars("td_error/rollout_rms")
+    ]
     assert steps == sorted(set(steps)) and steps[-1] == reached + 1024
 
 
@@ -108,7 +122,19 @@ def test_an_interruption_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "_RunCallback", Interrupting)
     path = tmp_path / "run"
-    arguments = ["train", "--env", "Pendulum-v1", "--gamma", "0.9", "--n-envs", "2", "--n-steps", "128", "--run-dir", str(path)]
+    arguments = [
+        "train",
+        "--env",
+        "Pendulum-v1",
+        "--gamma",
+        "0.9",
+        "--n-envs",
+        "2",
+        "--n-steps",
+        "128",
+        "--run-dir",
+        str(path),
+    ]
     assert main(arguments) == 130
     assert f"--resume {path}" in capsys.readouterr().err
     assert RunFolder(path).status["status"] == "interrupted"
@@ -116,7 +142,9 @@ def test_an_interruption_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
 
 
 def test_settings_reach_the_critic(tmp_path):
-    options = CriticConfig(kernel="rbf", temperature="0.5", n_layers=3.0, n_landmarks=0, offset="removed", standardize=False)
+    options = CriticConfig(
+        kernel="rbf", temperature="0.5", n_layers=3.0, n_landmarks=0, offset="removed", standardize=False
+    )
     run = TrainingRun(small(tmp_path / "run", critic_options=options, context_rollouts=2))
     critic = run.model.policy.critic
     assert critic.transformer.n_layers == 3 and critic.transformer.n_landmarks is None and not critic.standardize
@@ -150,11 +178,16 @@ def test_critics_are_compared_and_finished_runs_kept(tmp_path, capsys):
     options = {**SMALL, "total_timesteps": 512, "seeds": 2, "jobs": 2, "out": str(tmp_path / "out")}
     out = benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **options))
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
-    assert [(r["env"], r["critic"], r["seeds"]) for r in rows] == [("Pendulum-v1", "in-context", "2"), ("Pendulum-v1", "mlp", "2")]
+    assert [(r["env"], r["critic"], r["seeds"]) for r in rows] == [
+        ("Pendulum-v1", "in-context", "2"),
+        ("Pendulum-v1", "mlp", "2"),
+    ]
     folder = RunFolder(out / "runs" / "Pendulum-v1-mlp-seed1")
     returns = [e.episode_return for e in folder.read_episodes()]
     assert float(rows[1]["by seed"].split(" / ")[1]) == pytest.approx(np.mean(returns), abs=1)
-    assert (out / "curves_Pendulum-v1.png").stat().st_size > 1000 and "| Pendulum-v1 |" in (out / "results.md").read_text()
+    assert (out / "curves_Pendulum-v1.png").stat().st_size > 1000 and "| Pendulum-v1 |" in (
+        out / "results.md"
+    ).read_text()
     capsys.readouterr()
     stamp = folder.status
     benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **options))
@@ -240,7 +273,17 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, capsys):
 
 
 def test_layers_that_diverge_are_the_user_s_to_mend(tmp_path, capsys):
-    arguments = ["train", "--env", "Pendulum-v1", "--run-dir", str(tmp_path / "run"), "--n-envs", "2", "--n-steps", "64"]
+    arguments = [
+        "train",
+        "--env",
+        "Pendulum-v1",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--n-envs",
+        "2",
+        "--n-steps",
+        "64",
+    ]
     arguments += ["--n-layers", "60", "--step-sizes", "3", "--step-normalization", "none", "--total-timesteps", "512"]
     assert main(arguments) == 2
     assert "diverge" in capsys.readouterr().err

@@ -17,12 +17,12 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icrl_gym.wrappers import RollingContext, VectorRollingContext
+from icrl_gym.wrappers.rolling_context import TransitionRecorder
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from icrl_gym import Context
-from icrl_gym.wrappers import RollingContext, VectorRollingContext
-from icrl_gym.wrappers.rolling_context import TransitionRecorder
 
 # Worker processes cannot import a test module by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -56,7 +56,13 @@ class Counter(gym.Env):
             observation[1] = value
         elif what == "reward":
             reward = value
-        return observation, reward, end and self.how in ("terminated", "both"), end and self.how in ("truncated", "both"), {}
+        return (
+            observation,
+            reward,
+            end and self.how in ("terminated", "both"),
+            end and self.how in ("truncated", "both"),
+            {},
+        )
 
 
 gym.register("icrl_gym_tests/Counter-v0", entry_point=lambda **kwargs: Counter(**kwargs))
@@ -88,13 +94,21 @@ def rows(context):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how, flags", [("terminated", (True, False)), ("truncated", (False, True)), ("both", (True, True))])
+@pytest.mark.parametrize(
+    "how, flags", [("terminated", (True, False)), ("truncated", (False, True)), ("both", (True, True))]
+)
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rows_of_two_episodes(how, flags, reuse):
     env = RollingContext(Counter(3, how, reuse=reuse), length=10)
     run(env, 5)
     none = (False, False)
-    assert rows(env.context) == [(0, 0, 1, *none), (1, 0, 2, *none), (2, 0, 3, *flags), (0, 1, 1, *none), (1, 1, 2, *none)]
+    assert rows(env.context) == [
+        (0, 0, 1, *none),
+        (1, 0, 2, *none),
+        (2, 0, 3, *flags),
+        (0, 1, 1, *none),
+        (1, 1, 2, *none),
+    ]
     assert env.context.rewards.tolist() == [1.0] * 5
     assert env.context.states.dtype == torch.float64
 
@@ -179,7 +193,9 @@ SPACES = [
     gym.spaces.Box(-1, 1, (2, 3)),
     gym.spaces.Box(-1, 1, (), np.float64),
     gym.spaces.Box(0, 255, (4,), np.uint8),
-    gym.spaces.Dict(b=gym.spaces.Discrete(3), a=gym.spaces.Tuple([gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiBinary(2)])),
+    gym.spaces.Dict(
+        b=gym.spaces.Discrete(3), a=gym.spaces.Tuple([gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiBinary(2)])
+    ),
 ]
 
 
@@ -227,7 +243,9 @@ def test_copies_and_specs():
     clone = copy.deepcopy(env)
     clone.step(ACTION)
     assert len(env.context) == 2 and len(clone.context) == 3
-    made = RollingContext(gym.make("icrl_gym_tests/Counter-v0", length=9, disable_env_checker=True), length=99, on_reset="clear")
+    made = RollingContext(
+        gym.make("icrl_gym_tests/Counter-v0", length=9, disable_env_checker=True), length=99, on_reset="clear"
+    )
     again = gym.make(made.spec)
     assert again.get_wrapper_attr("length") == 99 and again._recorder.on_reset == "clear"
     assert again.unwrapped.length == 9
@@ -299,7 +317,10 @@ def test_two_rolling_contexts_are_one_too_many():
     "space, message",
     [
         (gym.spaces.Box(0, 255, (8, 8, 3), np.uint8), "the observation space is an image"),
-        (gym.spaces.Dict(camera=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)), "'camera' of the observation space is an image"),
+        (
+            gym.spaces.Dict(camera=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)),
+            "'camera' of the observation space is an image",
+        ),
         (gym.spaces.Sequence(gym.spaces.Discrete(2)), "have no fixed number of entries"),
         (gym.spaces.Graph(gym.spaces.Discrete(2), None), "have no fixed number of entries"),
     ],
@@ -323,11 +344,16 @@ def test_wrong_options_say_so():
 
 def vector(mode, cls=SyncVectorEnv, **options):
     # Lengths that differ, so that the environments end at different times.
-    return cls([lambda i=i: Counter(3 + i, ("terminated", "truncated")[i % 2], tag=i, **options) for i in range(3)], autoreset_mode=mode)
+    return cls(
+        [lambda i=i: Counter(3 + i, ("terminated", "truncated")[i % 2], tag=i, **options) for i in range(3)],
+        autoreset_mode=mode,
+    )
 
 
 def alone(i, n_steps, on_reset="keep", length=64, **options):
-    env = RollingContext(Counter(3 + i, ("terminated", "truncated")[i % 2], tag=i, **options), length=length, on_reset=on_reset)
+    env = RollingContext(
+        Counter(3 + i, ("terminated", "truncated")[i % 2], tag=i, **options), length=length, on_reset=on_reset
+    )
     run(env, n_steps)
     return env.context
 

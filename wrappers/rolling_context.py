@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, SupportsFloat, get_args
 import gymnasium as gym
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
+from icrl_gym.wrappers.flattening import flattener
 
 from icrl_gym.context import Context, TransitionBuffer
-from icrl_gym.wrappers.flattening import flattener
 
 __all__ = ["ContextSnapshot", "OnReset", "RollingContext", "TransitionRecorder"]
 

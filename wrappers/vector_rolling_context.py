@@ -9,9 +9,9 @@ import numpy as np
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import iterate
+from icrl_gym.wrappers.rolling_context import ContextSnapshot, OnReset, TransitionRecorder
 
 from icrl_gym.context import Context
-from icrl_gym.wrappers.rolling_context import ContextSnapshot, OnReset, TransitionRecorder
 
 __all__ = ["VectorRollingContext"]
 
@@ -41,9 +41,13 @@ class VectorRollingContext(gym.vector.VectorWrapper, RecordConstructorArgs):
         >>> envs.close()
     """
 
-    def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any], length: int = 1024, on_reset: OnReset = "keep") -> None:
+    def __init__(
+        self, env: gym.vector.VectorEnv[Any, Any, Any], length: int = 1024, on_reset: OnReset = "keep"
+    ) -> None:
         if not isinstance(env, gym.vector.VectorEnv):
-            raise TypeError(f"VectorRollingContext wraps a vector environment, got {env}. Use RollingContext for a single one.")
+            raise TypeError(
+                f"VectorRollingContext wraps a vector environment, got {env}. Use RollingContext for a single one."
+            )
         RecordConstructorArgs.__init__(self, length=length, on_reset=on_reset)
         gym.vector.VectorWrapper.__init__(self, env)
         mode = env.metadata.get("autoreset_mode")
@@ -64,7 +68,7 @@ class VectorRollingContext(gym.vector.VectorWrapper, RecordConstructorArgs):
         """Reset the environments (those of ``options["reset_mask"]``, if given)."""
         chosen = None if options is None else options.get("reset_mask")
         mask = np.ones(self.num_envs, bool) if chosen is None else np.array(chosen, bool)
-        observations, infos = self.env.reset(seed=seed, options=options)
+        observations, infos = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]  # lists of seeds are allowed
         rows = list(iterate(self.env.observation_space, observations))
         for index in np.flatnonzero(mask):
             self._recorders[index].reset(rows[index])
