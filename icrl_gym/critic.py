@@ -39,7 +39,7 @@ class InContextCritic(nn.Module):
             :class:`~icrl_gym.callbacks.AdvantageCenteringCallback` takes out of the advantages; ``"removed"``: they do not.
         gamma: The discount. None: the algorithm's, which the callback brings.
         standardize: Measure states in units of the context's own mean and standard deviation. A feature that hardly
-            varies is measured in units of the one that varies most, so that rounding noise stays small.
+            varies is measured in units of the one that varies most, so that jitter stays small (:func:`standardization`).
         n_tasks: With more than 1, the last ``n_tasks`` entries of an observation are the one-hot of its task, and every
             task has a context of its own.
 
@@ -254,13 +254,14 @@ class InContextCritic(nn.Module):
         # A few hundred transitions tell a root mean square to some per cent, at a fraction of the cost; as many as there are
         # landmarks are as well compared with each other.
         most = own.n_landmarks or 256
-        sample = context[..., slice(None, None, max(1, len(context) // most))]
+        stride = max(1, len(context) // most)
+        sample = context[..., slice(None, None, stride)]
         layers = InContextTransformer(
             own.kernel, gamma=self.gamma, n_layers=max(depths), value_shift=own.value_shift
         ).to(errors.device)
         finite = layers.condition(sample).td_errors
         curve: dict[float, float] = {depth: _rms(finite[..., depth, :], sample.mask) for depth in depths}
-        return {**curve, math.inf: _rms(errors[..., -1, :], context.mask)}
+        return {**curve, math.inf: _rms(errors[..., -1, :][..., ::stride], sample.mask)}
 
     def _values(self, states: Float[Tensor, "t m d"]) -> Float[Tensor, "t m"]:
         if self.standardize:
@@ -289,18 +290,19 @@ class InContextCritic(nn.Module):
 
 
 def standardization(
-    states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], floor: float = 1e-6
+    states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], floor: float = 0.05
 ) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
     """Mean and scale of each feature of a context.
 
-    The scale is the standard deviation. A feature whose deviation is below ``floor`` of its mean, or of the deviation of
-    the feature that varies most, is constant but for rounding: it is measured in units of the latter, so that its noise
-    stays small and a real change still counts. A context whose states are all equal has the scale 1.
+    The scale is the standard deviation. A feature that hardly varies (its deviation below ``floor`` of the median one over
+    the features that vary at all, or below a millionth of its mean) is jitter or rounding: it is measured in units of the
+    feature that varies most, so that its noise stays small and a real change still counts. Divided by its own deviation it
+    would become one of the dominant features. A context whose states are all equal has the scale 1.
 
     Args:
         states: (..., n, d)
         mask: (..., n) bool, False for an empty place.
-        floor: What counts as no variation.
+        floor: What counts as hardly any variation.
 
     Returns:
         (..., d) and (..., d), the second positive.
@@ -310,8 +312,10 @@ def standardization(
     mean = (states * weight).sum(-2) / n
     deviation = (((states - mean.unsqueeze(-2)) * weight).square().sum(-2) / n).sqrt()
     largest = deviation.amax(-1, keepdim=True)
-    constant = (deviation <= floor * mean.abs()) | (deviation <= floor * largest)
-    scale = torch.where(constant, largest, deviation)
+    # Rounding first, so that features which are constant but for it have no say in what is usual.
+    varies = (deviation > 1e-6 * mean.abs()) & (deviation > 1e-6 * largest)
+    usual = deviation.masked_fill(~varies, math.nan).nanmedian(-1, keepdim=True).values
+    scale = torch.where(varies & (deviation > floor * usual), deviation, largest)
     return mean, torch.where(scale > 0, scale, 1.0)
 
 
