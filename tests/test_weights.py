@@ -1,0 +1,119 @@
+"""Weights on disk: what was saved comes back, and nothing else is let in."""
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+
+from icrl_gym import Context, InContextTransformer
+from icrl_gym.kernels import LaplacianKernel, LinearKernel, RBFKernel, SoftmaxKernel
+
+TRANSFORMERS = {
+    "trained": InContextTransformer(
+        RBFKernel(0.1), [0.5, 1.5, 0.2], gamma=0.7, step_normalization="length", offset="removed"
+    ),
+    "sum": InContextTransformer(
+        RBFKernel(0.3) + 0.5 * LaplacianKernel("median"), [1.0] * 4, gamma=0.9, value_shift=True
+    ),
+    "softmax": InContextTransformer(SoftmaxKernel(2.0), [], gamma=0.0),
+    "limit": InContextTransformer(LinearKernel(), n_layers=math.inf, ridge=1e-3, n_landmarks=3),
+}
+
+
+def context():
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(9, 2, generator=g, dtype=torch.float64)
+    return Context(states, torch.randn(9, generator=g), states.flip(0), torch.zeros(9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_what_was_saved_comes_back(name, tmp_path):
+    saved = TRANSFORMERS[name]
+    saved.save_pretrained(tmp_path / "weights")
+    loaded = InContextTransformer.from_pretrained(tmp_path / "weights")
+    assert repr(loaded) == repr(saved)
+    asked = torch.randn(5, 2, dtype=torch.float64)
+    before, after = saved.condition(context()), loaded.condition(context())
+    torch.testing.assert_close(after(asked), before(asked), rtol=0, atol=0)
+    torch.testing.assert_close(after.offset, before.offset, rtol=0, atol=0)
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["config.json", "weights.safetensors"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    TRANSFORMERS["trained"].save_pretrained(tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def test_nothing_there_says_so(tmp_path, folder):
+    for missing in ("pick-place-v9", tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match=r"expected a folder with config.json and weights.safetensors"):
+            InContextTransformer.from_pretrained(missing)
+    (folder / "weights.safetensors").unlink()
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        InContextTransformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 60, -8])
+def test_a_truncated_file_says_so(folder, keep):
+    file = folder / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        InContextTransformer.from_pretrained(folder)
+
+
+def test_a_pickle_is_refused_and_does_not_run(folder, tmp_path):
+    trap = tmp_path / "sprung"
+
+    class Trap:
+        def __reduce__(self):
+            return open, (str(trap), "w")
+
+    (folder / "weights.safetensors").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ValueError, match="Pickled weights are not read"):
+        InContextTransformer.from_pretrained(folder)
+    torch.save({"step_sizes": torch.ones(3)}, folder / "weights.safetensors")
+    with pytest.raises(ValueError, match="Pickled weights are not read"):
+        InContextTransformer.from_pretrained(folder)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"format": "another"}, "does not say format"),
+        ({"version": 2}, "does not say format"),
+        ({"kernel": {"name": "warp"}}, "unknown kernel 'warp'"),
+        ({"n_layers": 5}, "does not fit config.json"),
+        ({"step_normalization": "sideways"}, "step_normalization must be one of|step_normalization"),
+    ],
+)
+def test_a_foreign_configuration_says_so(folder, change, message):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises((ValueError, TypeError), match=message):
+        InContextTransformer.from_pretrained(folder)
+    (folder / "config.json").write_text('{"format": "icrl_gym.InCont')
+    with pytest.raises(ValueError, match="is not the configuration of a transformer"):
+        InContextTransformer.from_pretrained(folder)
+
+
+def test_a_killed_save_leaves_nothing_that_loads(tmp_path, monkeypatch):
+    from icrl_gym import weights
+
+    calls = []
+
+    def killed(path, content):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(path)
+        real(path, content)
+
+    real = weights._replace
+    monkeypatch.setattr(weights, "_replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        TRANSFORMERS["trained"].save_pretrained(tmp_path / "weights")
+    with pytest.raises(FileNotFoundError):
+        InContextTransformer.from_pretrained(tmp_path / "weights")
