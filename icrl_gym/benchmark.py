@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import math
 import multiprocessing
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from icrl_gym.plots import learning_curves
-from icrl_gym.runs import RunFolder
-from icrl_gym.train import CriticConfig, CriticName, RunOptions, TrainConfig, _validate, final_return, train
+from icrl_gym.runs import RunFolder, write_whole
+from icrl_gym.train import CriticConfig, CriticName, RunOptions, TrainConfig, TrainingRun, final_return, train
 
 __all__ = ["BenchmarkConfig", "benchmark", "bootstrap_interval"]
 
@@ -27,7 +28,7 @@ class BenchmarkConfig(RunOptions):
     """Compare critics on environments over seeds; finished runs are kept, unfinished ones resumed."""
 
     envs: tuple[str, ...] = ("Pendulum-v1",)
-    """Meta-World tasks or Gymnasium ids, each an experiment of its own."""
+    """Meta-World tasks or Gymnasium ids, each an experiment of its own; tasks joined by commas are one experiment."""
     critics: tuple[CriticName, ...] = ("in-context", "mlp")
     """What to compare."""
     seeds: int = 3
@@ -45,7 +46,7 @@ class BenchmarkConfig(RunOptions):
             for seed in range(self.seeds):
                 for critic in self.critics:
                     config = TrainConfig(**shared, env=(env,), critic=critic, seed=seed)
-                    config.run_dir = str(Path(self.out) / "runs" / config.label().replace("/", "_").replace(":", "_"))
+                    config.run_dir = str(Path(self.out) / "runs" / _file_name(config.label()))
                     if critic == "mlp":
                         config.critic_options = CriticConfig()
                     configs.append(config)
@@ -63,25 +64,29 @@ def benchmark(config: BenchmarkConfig) -> Path:
 
     Raises:
         ValueError: Settings that cannot work, or a folder with runs of other settings.
+        FloatingPointError: A critic's layers diverge.
+        RuntimeError: A run failed; the others went on to their ends.
     """
     for name in ("seeds", "jobs"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(config, name)}.")
     configs = config.runs()
-    missing = []
+    missing: dict[str, TrainConfig] = {}
+    tried = set()
     for run in configs:
-        _validate(run)
         folder = RunFolder(str(run.run_dir))
         if not (folder.path / "config.json").is_file():
-            missing.append(run)
+            if (run.env, run.critic) not in tried:
+                # Made once here: what is wrong is said before anything runs.
+                tried.add((run.env, run.critic))
+                TrainingRun(dataclasses.replace(run, vec_env="dummy")).env.close()
+            missing[run.label()] = run
             continue
         _require_same(run, folder)
         if not folder.finished:
-            if folder.checkpoints:
-                run = TrainConfig(resume=run.run_dir)
-            else:
+            if not folder.checkpoints:
                 shutil.rmtree(folder.path)
-            missing.append(run)
+            missing[run.label()] = TrainConfig(resume=run.run_dir) if folder.checkpoints else run
     print(f"{len(configs)} runs, {len(configs) - len(missing)} finished before, {len(missing)} to go")
     _run_all(missing, config.jobs)
     return _report(config, configs)
@@ -101,29 +106,59 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
     return float(interval.low), float(interval.high)
 
 
+def _file_name(label: str) -> str:
+    return label.replace("/", "_").replace(":", "_").replace(",", "+")
+
+
 def _require_same(run: TrainConfig, folder: RunFolder) -> None:
-    stored, wanted = folder.config, dataclasses.asdict(run)
+    # A run made before a setting existed had its default.
+    stored, wanted = {**dataclasses.asdict(TrainConfig()), **folder.config}, dataclasses.asdict(run)
     for name, value in wanted.items():
         value = list(value) if isinstance(value, tuple) else value
-        if name not in ("resume", "run_dir", "checkpoint_freq", "verbose") and stored.get(name) != value:
+        if name not in ("resume", "run_dir", "checkpoint_freq", "verbose") and stored[name] != value:
             raise ValueError(
-                f"{folder.path} holds a run with --{name.replace('_', '-')} {stored.get(name)!r}, not {value!r}. "
+                f"{folder.path} holds a run with --{name.replace('_', '-')} {stored[name]!r}, not {value!r}. "
                 f"Take another --out, or delete that run."
             )
 
 
-def _run_all(configs: list[TrainConfig], jobs: int) -> None:
-    if not configs:
+def _run_all(runs: dict[str, TrainConfig], jobs: int) -> None:
+    """Train each of ``runs``, which have their labels as keys."""
+    if not runs:
         return
+    failures: dict[str, Exception] = {}
     # Spawned, not forked: torch and MuJoCo have threads that a fork would not take along.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(configs)), mp_context=context) as pool:
-        futures = {pool.submit(train, run): run for run in configs}
-        for done, future in enumerate(as_completed(futures), 1):
-            folder = RunFolder(future.result())
+    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context) as pool:
+        for done, (label, future) in enumerate(_completed(pool, runs, jobs), 1):
+            try:
+                folder = RunFolder(future.result())
+            except Exception as error:
+                failures[label] = error
+                print(f"{done:3d} of {len(runs)}   {label} failed: {error}", flush=True)
+                continue
             speed = folder.status.get("steps_per_second", math.nan)
-            print(f"{done:3d} of {len(configs)}   {folder.path.name:45s} final return {final_return(folder.read_episodes()):10.1f}   "
+            print(f"{done:3d} of {len(runs)}   {label:45s} final return {final_return(folder.read_episodes()):10.1f}   "
                   f"{speed:6.0f} steps/s", flush=True)  # fmt: skip
+    for label, failure in failures.items():
+        if isinstance(failure, FloatingPointError):
+            raise FloatingPointError(f"{label}: {failure}")
+        raise RuntimeError(f"{label} failed; the same command tries it again") from failure
+
+
+def _completed(
+    pool: ProcessPoolExecutor, runs: dict[str, TrainConfig], jobs: int
+) -> Iterator[tuple[str, Future[Path]]]:
+    """Runs as they end. No more of them are in the pool than it runs, so an interruption leaves none that would start."""
+    waiting = iter(runs.items())
+    running: dict[Future[Path], str] = {}
+    while True:
+        for label, run in itertools.islice(waiting, jobs - len(running)):
+            running[pool.submit(train, run)] = label
+        if not running:
+            return
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            yield running.pop(future), future
 
 
 def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:
@@ -144,7 +179,8 @@ def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:
     for env in config.envs:
         curves: dict[str, list[tuple[list[int], list[float]]]] = {}
         for critic in config.critics:
-            folders = [RunFolder(str(run.run_dir)) for run in configs if run.env == (env,) and run.critic == critic]
+            names = TrainConfig(env=(env,)).env
+            folders = [RunFolder(str(run.run_dir)) for run in configs if run.env == names and run.critic == critic]
             tables = [folder.read_episodes() for folder in folders]
             curves[critic] = [([e.timesteps for e in t], [e.episode_return for e in t]) for t in tables]
             finals = [final_return(table) for table in tables]
@@ -157,13 +193,13 @@ def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:
                     " / ".join(f"{value:.0f}" for value in finals), f"{np.mean(successes):.2f}" if successes else "", f"{speed:.0f}",
                 ]
             )  # fmt: skip
-        learning_curves(curves, out / f"curves_{env.replace('/', '_').replace(':', '_')}.png", env)
+        learning_curves(curves, out / f"curves_{_file_name(env)}.png", env)
     table = io.StringIO()
     csv.writer(table).writerows([header, *rows])
-    (out / "results.csv").write_text(table.getvalue())
+    write_whole(out / "results.csv", table.getvalue())
     markdown = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
     markdown += ["| " + " | ".join(row) + " |" for row in rows]
     note = "Final return: mean of the last 100 episodes of a run; interval: bootstrap over seeds (percentile)."
-    (out / "results.md").write_text("\n".join(markdown) + f"\n\n{note}\n")
+    write_whole(out / "results.md", "\n".join(markdown) + f"\n\n{note}\n")
     print("\n".join(markdown))
     return out

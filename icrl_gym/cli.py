@@ -38,20 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"icrl-gym {icrl_gym.__version__}")
         return 0
+    arguments = _joined(arguments, "--env")
     config = tyro.cli(
         Command,
         args=arguments or ["--help"],
         prog="icrl-gym",
         description=DESCRIPTION,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitArgPrefixes,),
     )
     try:
         if isinstance(config, BenchmarkConfig):
             print(f"results in {benchmark(config)}")
             return 0
-        run = TrainingRun(config)
-    except USER_ERRORS as error:
+        run = TrainingRun(config, _given(arguments))
+    except (*USER_ERRORS, FloatingPointError) as error:
         return _user_error(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here.", file=sys.stderr)
+        return 130
     if run.done:
         print(f"{run.folder.path} finished before, after {run.folder.status['timesteps']:,} steps; nothing to do.")
         return 0
@@ -68,6 +72,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {run.folder.path}/learning_curve.png"
     )
     return 0
+
+
+def _given(arguments: Sequence[str]) -> set[str]:
+    """The names of the settings that were given, whatever their values: also a default one may contradict a resumed run."""
+    names = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
+    return {name.removeprefix("no_") for name in names}
+
+
+def _joined(arguments: Sequence[str], option: str) -> list[str]:
+    """An option that was given several times, given once: tyro would take the last one and forget the others."""
+    joined: list[str] = []
+    end: int | None = None  # where the option's next value goes
+    taking = False
+    for word in arguments:
+        name, _, value = word.partition("=")
+        if name == option:
+            taking = True
+            if end is None:
+                joined.append(option)
+                end = len(joined)
+            if not value:
+                continue
+            word = value
+        elif word.startswith("-"):
+            taking = False
+        if taking and end is not None:
+            joined.insert(end, word)
+            end += 1
+        else:
+            joined.append(word)
+    return joined
 
 
 def _user_error(error: BaseException) -> int:

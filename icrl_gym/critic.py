@@ -265,7 +265,7 @@ class InContextCritic(nn.Module):
 
     def _values(self, states: Float[Tensor, "t m d"]) -> Float[Tensor, "t m"]:
         if self.standardize:
-            states = (states - self.state_mean.unsqueeze(-2)) / self.state_scale.unsqueeze(-2)
+            states = torch.sub(states, self.state_mean.unsqueeze(-2)).div_(self.state_scale.unsqueeze(-2))
         # An empty center has the coefficient zero; only a kernel that is normalized over its centers must not see it.
         mask = None if self.kernel.positive_definite else self.center_mask
         return expand(self.kernel, self.centers, mask, self.coefficients, states) + self.constant

@@ -79,11 +79,11 @@ class Kernel(nn.Module):
         """What :func:`make_kernel` needs to build the same kernel again, as JSON can hold it."""
         return {"name": _NAMES[type(self)]}
 
-    def __add__(self, other: Kernel) -> SumKernel:
-        return SumKernel([self, other])
+    def __add__(self, other: object) -> SumKernel:
+        return SumKernel([self, other]) if isinstance(other, Kernel) else NotImplemented
 
-    def __rmul__(self, weight: float) -> SumKernel:
-        return SumKernel([self], [weight])
+    def __rmul__(self, weight: Any) -> SumKernel:
+        return NotImplemented if isinstance(weight, Kernel) else SumKernel([self], [weight])
 
 
 class _TemperatureKernel(Kernel):
@@ -396,16 +396,21 @@ def make_kernel(name: str, temperature: float | str | None = None, **options: An
         options: ``kernels``, a list of such arguments as dictionaries, and ``weights``, for ``"sum"``.
 
     Raises:
-        ValueError: No kernel of that name, or a temperature for one that has none.
+        ValueError: No kernel of that name, a temperature for one that has none, or an option that it does not know.
     """
     classes: dict[str, Callable[..., Kernel]] = {n: c for c, n in _NAMES.items() if c is not NystromKernel}
     if name not in classes:
         raise ValueError(f"unknown kernel {name!r}; expected one of {', '.join(classes)}.")
-    if name == "sum":
-        return SumKernel([make_kernel(**config) for config in options["kernels"]], options.get("weights"))
-    if name in ("relu", "linear"):
+    unknown = sorted(set(options) - ({"kernels", "weights"} if name == "sum" else set()))
+    if unknown:
+        raise ValueError(f"the {name} kernel takes no {', '.join(unknown)}.")
+    if name == "sum" and "kernels" not in options:
+        raise ValueError("the sum kernel needs kernels, a list of the arguments of each part.")
+    if name in ("relu", "linear", "sum"):
         if temperature is not None:
             raise ValueError(f"the {name} kernel has no temperature, got {temperature!r}; leave it out.")
+        if name == "sum":
+            return SumKernel([make_kernel(**config) for config in options["kernels"]], options.get("weights"))
         return classes[name]()
     return classes[name]("median" if temperature is None else temperature)
 
@@ -414,6 +419,8 @@ def median_distance(
     states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"] | None = None, most: int = 512
 ) -> Float[Tensor, "*b"]:
     """The median of the positive distances between states: the scale of a context.
+
+    Of an even number of distances it is the lower of the two in the middle, one that occurs, where NumPy takes their mean.
 
     Args:
         states: (..., n, d)

@@ -13,6 +13,7 @@ learning_curve.png
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ import numpy as np
 
 from icrl_gym.context import Context
 
-__all__ = ["Episode", "RunFolder", "versions"]
+__all__ = ["Episode", "RunFolder", "versions", "write_whole"]
 
 _CONTEXT_FIELDS = ("states", "rewards", "next_states", "terminated", "truncated")
 
@@ -65,13 +66,17 @@ class RunFolder:
 
         Raises:
             FileNotFoundError: No run is here.
+            ValueError: What is here is not JSON.
         """
         file = self.path / "config.json"
         if not file.is_file():
             raise FileNotFoundError(
                 f"no run at {str(self.path)!r}: expected a folder with config.json, made by `icrl-gym train`."
             )
-        return json.loads(file.read_text())
+        try:
+            return json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{str(file)!r} is not what `icrl-gym train` writes there: {error}.") from None
 
     @property
     def status(self) -> dict[str, Any]:
@@ -87,12 +92,20 @@ class RunFolder:
     def write_config(self, config: dict[str, Any]) -> None:
         """Keep the resolved settings."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def update_status(self, **entries: Any) -> None:
         """Add entries to run.json."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.path / "run.json", json.dumps({**self.status, **entries}, indent=2) + "\n")
+        write_whole(self.path / "run.json", json.dumps({**self.status, **entries}, indent=2) + "\n")
+
+    def sweep(self) -> None:
+        """Remove what a killed process had begun to write."""
+        for partial in [*self.path.glob(".partial_*"), *self.path.glob("checkpoints/.partial_*")]:
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink(missing_ok=True)
 
     # Checkpoints
 
@@ -139,13 +152,9 @@ class RunFolder:
     def append_episodes(self, episodes: Iterable[Episode]) -> None:
         """Add rows to episodes.csv."""
         file = self.path / "episodes.csv"
-        new = not file.exists()
+        text = _episode_rows(episodes, header=not file.exists())
         with file.open("a", newline="") as stream:
-            writer = csv.writer(stream)
-            if new:
-                writer.writerow(["timesteps", "return", "length", "success"])
-            for e in episodes:
-                writer.writerow([e.timesteps, repr(e.episode_return), e.length, "" if e.success is None else e.success])
+            stream.write(text)
 
     def read_episodes(self) -> list[Episode]:
         """The rows of episodes.csv; a last one that a killed process left incomplete is dropped."""
@@ -154,6 +163,8 @@ class RunFolder:
             return []
         episodes = []
         for row in csv.DictReader(file.read_text().splitlines()):
+            if None in row.values():  # torn before its last comma: the length may have lost digits
+                continue
             try:
                 success = float(row["success"]) if row["success"] else None
                 episodes.append(Episode(int(row["timesteps"]), float(row["return"]), int(row["length"]), success))
@@ -163,15 +174,10 @@ class RunFolder:
 
     def drop_episodes_after(self, timesteps: int) -> None:
         """Forget episodes that a resumed run will play again."""
-        kept = [e for e in self.read_episodes() if e.timesteps <= timesteps]
-        partial = RunFolder(self.path)
         file = self.path / "episodes.csv"
-        if not file.exists():
-            return
-        old = file.with_suffix(".csv.old")
-        os.replace(file, old)
-        partial.append_episodes(kept)
-        old.unlink()
+        if file.exists():
+            kept = [e for e in self.read_episodes() if e.timesteps <= timesteps]
+            write_whole(file, _episode_rows(kept, header=True))
 
 
 def save_contexts(file: Path, contexts: Sequence[Context]) -> None:
@@ -204,7 +210,20 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _write_whole(file: Path, text: str) -> None:
+def _episode_rows(episodes: Iterable[Episode], header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    if header:
+        writer.writerow(["timesteps", "return", "length", "success"])
+    for e in episodes:
+        writer.writerow([e.timesteps, repr(e.episode_return), e.length, "" if e.success is None else e.success])
+    return text.getvalue()
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write beside and rename: whatever happens, the file is the old one or the new one, whole."""
     partial = file.with_name(f".partial_{file.name}")
-    partial.write_text(text)
+    # newline="": line ends are written as they are, on every system.
+    with partial.open("w", newline="") as stream:
+        stream.write(text)
     os.replace(partial, file)

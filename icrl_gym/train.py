@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
+import multiprocessing
+import os
 import shlex
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Annotated, Any, Literal
 
 import gymnasium as gym
@@ -22,6 +29,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ProgressBarCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat, make_output_format
+from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 from torch.utils.tensorboard import SummaryWriter
 
@@ -99,6 +107,8 @@ class RunOptions:
     """Weight of the entropy bonus."""
     clip_range: float = 0.2
     """PPO's clipping range."""
+    use_sde: bool = False
+    """Exploration noise that depends on the state (gSDE); continuous actions only."""
     normalize: bool = True
     """VecNormalize observations and rewards."""
     max_episode_steps: int | None = None
@@ -123,7 +133,7 @@ class TrainConfig(RunOptions):
     """Train PPO on a Meta-World task or any registered Gymnasium id, and watch TD errors in TensorBoard."""
 
     env: tuple[str, ...] = ("reach-v3",)
-    """A Meta-World task (several: one run over all of them, one context a task), or a Gymnasium id."""
+    """A Meta-World task (several, separated by spaces or commas: one run over all of them, one context a task), or a Gymnasium id."""
     critic: CriticName = "in-context"
     """The in-context critic, which is never trained, or SB3's learned value network."""
     seed: int = 0
@@ -132,6 +142,10 @@ class TrainConfig(RunOptions):
     """Where to; default runs/<env>-<critic>-seed<seed>-<time>."""
     resume: str | None = None
     """Go on with the run in this folder, from its newest checkpoint, with its own settings. --total-timesteps may be raised."""
+
+    def __post_init__(self) -> None:
+        """Take names apart that are separated by commas."""
+        self.env = tuple(name for names in self.env for name in names.split(",") if name)
 
     def label(self) -> str:
         """A name for the run."""
@@ -164,20 +178,23 @@ class TrainingRun:
 
     Args:
         config: The settings.
+        given: With ``config.resume``, the names of the settings that were given beside it; they must be those of the run.
+            None: those that are not the default.
 
     Raises:
         ValueError: Settings that cannot work.
         FileNotFoundError: Nothing to resume.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, given: Collection[str] | None = None) -> None:
         self.checkpoint: Path | None = None
         if config.resume is not None:
-            self.folder, config = _resumed(config)
+            self.folder, config = _resumed(config, given)
             self.checkpoint = self.folder.checkpoints[-1] if self.folder.checkpoints else None
         else:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self.folder = RunFolder(config.run_dir or Path("runs") / f"{config.label()}-{stamp}")
+            _require_writable(self.folder.path)
             if self.folder.path.exists() and any(self.folder.path.iterdir()):
                 raise ValueError(
                     f"--run-dir {str(self.folder.path)!r} is not empty. Take another, or go on with that run: "
@@ -200,6 +217,7 @@ class TrainingRun:
         if self.done:
             return
         config, model, folder = self.config, self.model, self.folder
+        folder.sweep()
         folder.write_config(dataclasses.asdict(config))
         command = shlex.join(["icrl-gym", *sys.argv[1:]])
         folder.update_status(
@@ -214,13 +232,22 @@ class TrainingRun:
         model.set_logger(_logger(folder.path, model.num_timesteps, config.verbose))
         start, steps_before = time.perf_counter(), model.num_timesteps
         parts: list[BaseCallback] = [InContextCallback(verbose=config.verbose)] if config.critic == "in-context" else []
-        parts += [_RunCallback(folder, config.checkpoint_freq), _progress(config.total_timesteps)]
+        interruption = _Interruption()
+        recorder = _RunCallback(folder, config.checkpoint_freq, interruption)
+        parts += [recorder, _progress(config)]
         try:
-            model.learn(
-                config.total_timesteps - model.num_timesteps, callback=CallbackList(parts), reset_num_timesteps=False
-            )
+            with interruption:
+                model.learn(
+                    config.total_timesteps - model.num_timesteps,
+                    callback=CallbackList(parts),
+                    reset_num_timesteps=False,
+                )
+            if interruption.asked:
+                raise KeyboardInterrupt
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
+            # Between two steps the environments can be asked for their contexts; a second Ctrl-C comes anywhere.
+            if isinstance(error, KeyboardInterrupt) and not interruption.forced:
+                recorder.flush()
                 folder.save_checkpoint(model)
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
             folder.update_status(status=reason, ended=_now(), timesteps=model.num_timesteps)
@@ -251,16 +278,21 @@ class TrainingRun:
                     self.env.env_method("load_context", context, indices=index)
             if (self.checkpoint / "vecnormalize.pkl").is_file():
                 self.env = VecNormalize.load(str(self.checkpoint / "vecnormalize.pkl"), _bare(self.env))
-            return PPO.load(self.checkpoint / "model.zip", env=self.env, device=config.device)
+            model = PPO.load(self.checkpoint / "model.zip", env=self.env, device=config.device)
+            # Loading starts every generator from the run's own seed again; going on must not replay its first goals and noise.
+            words = np.random.SeedSequence([config.seed, model.num_timesteps]).generate_state(1)
+            model.set_random_seed(int(words[0]) >> 1)
+            return model
         options: dict[str, Any] = {
             name: getattr(config, name)
             for name in (
                 "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "learning_rate", "ent_coef", "clip_range",
-                "seed", "device",
+                "use_sde", "seed", "device",
             )
         }  # fmt: skip
         if config.critic == "mlp":
-            return PPO("MlpPolicy", self.env, **options)
+            several = isinstance(self.env.observation_space, spaces.Dict)
+            return PPO("MultiInputPolicy" if several else "MlpPolicy", self.env, **options)
         critic = config.critic_options.critic_kwargs()
         if len(config.env) > 1:
             critic["n_tasks"] = len(config.env)
@@ -274,7 +306,7 @@ def make_training_env(config: TrainConfig) -> VecEnv:
         ValueError: An unknown name, or an environment that PPO or the critic cannot take.
     """
     length = config.context_rollouts * config.n_steps if config.critic == "in-context" else None
-    vec_env_cls = SubprocVecEnv if config.vec_env == "subproc" else DummyVecEnv
+    vec_env_cls = _SubprocVecEnv if config.vec_env == "subproc" else DummyVecEnv
     kind, names = _resolve(config.env)
     env: VecEnv
     if kind == "metaworld":
@@ -299,6 +331,13 @@ def make_training_env(config: TrainConfig) -> VecEnv:
         env.close()
         raise ValueError(f"PPO cannot act in {names[0]}: its action space is {env.action_space}, expected one of Box, Discrete, "
                          f"MultiDiscrete, MultiBinary.")  # fmt: skip
+    space = env.observation_space
+    parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
+    if any(is_image_space(part) for part in parts):
+        env.close()
+        raise ValueError(
+            f"what {names[0]} shows is an image, {space}: both critics want vectors. Encode it in a wrapper first."
+        )
     if config.normalize:
         norm_obs = isinstance(env.observation_space, spaces.Box)
         env = VecNormalize(env, norm_obs=norm_obs, gamma=config.gamma)
@@ -341,7 +380,7 @@ def _validate(config: TrainConfig) -> None:
     """
     positive = (
         "total_timesteps", "n_envs", "n_steps", "batch_size", "n_epochs", "learning_rate", "context_rollouts",
-        "checkpoint_freq", "torch_threads",
+        "checkpoint_freq", "torch_threads", "clip_range",
     )  # fmt: skip
     for name in positive:
         if not getattr(config, name) > 0:
@@ -352,6 +391,10 @@ def _validate(config: TrainConfig) -> None:
     if not config.env:
         raise ValueError("--env needs at least one name.")
     rollout = config.n_steps * config.n_envs
+    if config.batch_size < 2:
+        raise ValueError(
+            "--batch-size must be at least 2: PPO divides advantages by their deviation within a minibatch."
+        )
     if config.batch_size > rollout or rollout % config.batch_size:
         raise ValueError(
             f"--batch-size {config.batch_size} must divide a rollout of n_steps * n_envs = {rollout} steps; take a divisor of it."
@@ -359,37 +402,99 @@ def _validate(config: TrainConfig) -> None:
     if config.critic == "mlp" and config.critic_options != CriticConfig():
         raise ValueError("--critic mlp takes none of the in-context critic's settings; leave them out.")
     config.critic_options.critic_kwargs()
+    try:
+        torch.device("cpu" if config.device == "auto" else config.device)
+    except RuntimeError:
+        raise ValueError(
+            f'--device must be "auto", "cpu", "cuda" or another of torch\'s, got {config.device!r}.'
+        ) from None
 
 
-def _resumed(given: TrainConfig) -> tuple[RunFolder, TrainConfig]:
+def _require_writable(path: Path) -> None:
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"--run-dir {str(path)!r}: {str(there)!r} is not a folder that can be written to.")
+
+
+def _resumed(wanted: TrainConfig, given: Collection[str] | None) -> tuple[RunFolder, TrainConfig]:
     """The folder and the stored settings of a run to go on with."""
-    assert given.resume is not None
-    folder = RunFolder(given.resume)
+    assert wanted.resume is not None
+    folder = RunFolder(wanted.resume)
     stored = folder.config
     stored["critic_options"] = CriticConfig(**stored["critic_options"])
     stored["env"] = tuple(stored["env"])
     config = TrainConfig(**stored)
-    default = TrainConfig()
-    for entry in dataclasses.fields(TrainConfig):
-        value = getattr(given, entry.name)
-        if entry.name in ("resume", "total_timesteps") or value == getattr(default, entry.name):
-            continue
-        if value != getattr(config, entry.name):
+    settings, stored_settings, defaults = _flat(wanted), _flat(config), _flat(TrainConfig())
+    if given is None:
+        given = [name for name, value in settings.items() if value != defaults[name]]
+    for name in sorted(set(given) - {"resume", "total_timesteps"}):
+        if settings[name] != stored_settings[name]:
             raise ValueError(
-                f"--resume takes the settings of the run itself; --{entry.name.replace('_', '-')} is {getattr(config, entry.name)!r} "
-                f"there and cannot become {value!r}. Start a new run for that."
+                f"--resume takes the settings of the run itself; --{name.replace('_', '-')} is {stored_settings[name]!r} "
+                f"there and cannot become {settings[name]!r}. Start a new run for that."
             )
-    if given.total_timesteps != default.total_timesteps:
-        config.total_timesteps = given.total_timesteps
+    if "total_timesteps" in given:
+        config.total_timesteps = wanted.total_timesteps
     return folder, config
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    """Settings by the names that they have on the command line."""
+    settings = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    return {**settings, **dataclasses.asdict(settings.pop("critic_options"))}
+
+
+class _Interruption:
+    """Ctrl-C asks a training to stop after the step it is in; a second one stops it at once.
+
+    An exception in the middle of a step would leave worker processes with answers that nobody has read, so their contexts
+    could not be asked for any more.
+
+    Attributes:
+        asked: There was a first one.
+        forced: There was a second one.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.forced = False
+        self._before: Any = None
+
+    def __enter__(self) -> _Interruption:
+        # Only the main thread may set handlers; elsewhere a KeyboardInterrupt comes as it always does.
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            self.forced = True
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _deaf_to_interrupts(make_env: Callable[[], gym.Env]) -> gym.Env:
+    # Ctrl-C reaches every process of a terminal; workers must live until the main one has their contexts.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return make_env()
+
+
+class _SubprocVecEnv(SubprocVecEnv):
+    def __init__(self, env_fns: list[Callable[[], gym.Env]], start_method: str | None = None) -> None:
+        super().__init__([functools.partial(_deaf_to_interrupts, make) for make in env_fns], start_method)
 
 
 class _RunCallback(BaseCallback):
     """Episodes into the table, checkpoints on the way."""
 
-    def __init__(self, folder: RunFolder, checkpoint_freq: int) -> None:
+    def __init__(self, folder: RunFolder, checkpoint_freq: int, interruption: _Interruption) -> None:
         super().__init__()
-        self.folder, self.checkpoint_freq = folder, checkpoint_freq
+        self.folder, self.checkpoint_freq, self.interruption = folder, checkpoint_freq, interruption
         self._episodes: list[Episode] = []
         self._next = 0
 
@@ -400,7 +505,7 @@ class _RunCallback(BaseCallback):
         # Here and not at the rollout's end: the update of the last rollout is in the model now.
         if self.model.num_timesteps >= self._next:
             self._next = self.model.num_timesteps + self.checkpoint_freq
-            self._flush()
+            self.flush()
             self.folder.save_checkpoint(self.model)
 
     def _on_step(self) -> bool:
@@ -416,12 +521,13 @@ class _RunCallback(BaseCallback):
                         None if success is None else float(success),
                     )
                 )
-        return True
+        return not self.interruption.asked
 
     def _on_rollout_end(self) -> None:
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write the episodes that have ended."""
         self.folder.append_episodes(self._episodes)
         self._episodes = []
 
@@ -429,9 +535,9 @@ class _RunCallback(BaseCallback):
 class _Lines(BaseCallback):
     """A line now and then, where there is no terminal for a bar."""
 
-    def __init__(self, total_timesteps: int, n_lines: int = 10) -> None:
+    def __init__(self, total_timesteps: int, label: str, n_lines: int = 10) -> None:
         super().__init__()
-        self.total, self.every = total_timesteps, max(1, total_timesteps // n_lines)
+        self.total, self.label, self.every = total_timesteps, label, max(1, total_timesteps // n_lines)
         self._next = 0
         self._start = (0.0, 0)
 
@@ -450,18 +556,19 @@ class _Lines(BaseCallback):
         recent = [info["r"] for info in self.model.ep_info_buffer or ()]
         average = f"{np.mean(recent):10.1f}" if recent else "    (none)"
         print(
-            f"{self.num_timesteps:9,d} of {self.total:,d} steps   mean return {average}   {speed:5.0f} steps/s",
+            f"{self.num_timesteps:9,d} of {self.total:,d} steps   mean return {average}   {speed:5.0f} steps/s   {self.label}",
             flush=True,
         )
 
 
-def _progress(total_timesteps: int) -> BaseCallback:
-    if sys.stderr.isatty():
+def _progress(config: TrainConfig) -> BaseCallback:
+    # The bar goes to stdout. Several runs side by side (`icrl-gym benchmark`) would draw over each other's.
+    if sys.stdout.isatty() and multiprocessing.parent_process() is None:
         try:
             return ProgressBarCallback()
         except ImportError:
             print('no progress bar: pip install "icrl-gym[progress]" for one.')
-    return _Lines(total_timesteps)
+    return _Lines(config.total_timesteps, config.label())
 
 
 def _logger(path: Path, timesteps: int, verbose: int) -> Logger:

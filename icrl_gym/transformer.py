@@ -212,7 +212,7 @@ class InContextTransformer(nn.Module):
             raise ValueError(f"n_landmarks must be at least 1, or None for every transition; got {n_landmarks}.")
         if n_landmarks is not None and not kernel.positive_definite:
             raise ValueError(f"landmarks need a positive definite kernel, got {kernel}. Use n_landmarks=None.")
-        self.infinite = n_layers is not None and math.isinf(n_layers)
+        self.infinite = n_layers == math.inf
         steps = _step_sizes(step_sizes, n_layers)
         if not self.infinite and ridge is not None:
             raise ValueError(f"ridge belongs to n_layers=math.inf; got ridge={ridge} with {len(steps)} layers.")
@@ -428,7 +428,7 @@ def strided_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M 
 
 
 def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: float | None) -> Tensor:
-    if n_layers is not None and math.isinf(n_layers):
+    if n_layers == math.inf:
         if step_sizes is not None:
             raise ValueError("n_layers=math.inf is solved directly and takes no step_sizes; leave them out.")
         return torch.zeros(0, dtype=torch.float64)
@@ -439,7 +439,7 @@ def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: f
     if steps.ndim == 0:
         if n_layers is None:
             raise ValueError("expected one step size a layer, or n_layers beside a single step size; got neither.")
-        if n_layers < 0 or n_layers != int(n_layers):
+        if not n_layers >= 0 or n_layers % 1 != 0:
             raise ValueError(f"n_layers must be a whole number or math.inf, got {n_layers}.")
         steps = steps.repeat(int(n_layers))
     if steps.ndim != 1 or (n_layers is not None and len(steps) != n_layers):

@@ -213,7 +213,9 @@ def fixed_point(
     coefficients = _apply(kernel.root, solution) if isinstance(kernel, NystromKernel) else solution
     predicted = [_apply(difference.transpose(-1, -2), coefficients) for difference in differences]
     errors = torch.stack([target, target - torch.cat(predicted, -1) if predicted else target], -2)
-    if bool((info != 0).any()) or not bool(torch.isfinite(errors).all()):
+    # A system can be singular but for rounding: no pivot is zero, and yet the solution does not solve it.
+    unsolved = (_apply(system, solution) - right).norm(dim=-1) > 1e-3 * right.norm(dim=-1)
+    if bool((info != 0).any()) or bool(unsolved.any()) or not bool(torch.isfinite(errors).all()):
         raise FloatingPointError(
             f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
             f"the kernel can tell apart). Set a positive ridge, 1e-4 say."
@@ -231,12 +233,13 @@ def temporal_difference(
     """k(centers, s_j), and k(centers, s_j) - gamma (1 - terminated_j) k(centers, s'_j), for the transitions of a context.
 
     Columns of empty places are zero. Where the next transition goes on from this one (s_{j+1} = s'_j, most of a rolling
-    context) the column of its state is taken instead of computed again.
+    context) the column of its state is taken instead of computed again. An empty place has no such column to take.
     """
     present = None if bool(context.mask.all()) else context.mask.unsqueeze(-2)
     here = kernel(centers, context.states, mask)
     here = here if present is None else here * present
-    follows = (context.next_states[..., :-1, :] == context.states[..., 1:, :]).all(-1)
+    follows = (context.next_states[..., :-1, :] == context.states[..., 1:, :]).all(-1) & context.mask[..., 1:]
+    follows = follows | ~context.mask[..., :-1]  # what an empty place leads to is not used
     breaks = ~follows.reshape(context.batch_shape.numel(), follows.shape[-1]).all(0)
     rows = torch.nn.functional.pad(breaks, (0, min(len(context), 1)), value=True).nonzero().squeeze(-1)
     there = torch.roll(here, -1, -1)

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from icrl_gym.kernels import make_kernel
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ _CONFIG, _WEIGHTS = "config.json", "weights.safetensors"
 
 def save(transformer: InContextTransformer, folder: str | os.PathLike[str]) -> None:
     """Write ``config.json`` and ``weights.safetensors`` into a folder, whole files or none.
+
+    A save into a folder that holds a transformer replaces it.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -40,8 +44,11 @@ def save(transformer: InContextTransformer, folder: str | os.PathLike[str]) -> N
         "n_landmarks": transformer.n_landmarks,
         "offset": transformer.offset,
     }
-    # The configuration last: a folder without it is not a transformer, so a killed save leaves nothing that loads.
-    _replace(path / _WEIGHTS, safetensors.save(tensors))
+    weights = safetensors.save(tensors)
+    # The configuration goes first and comes last: a folder without it is not a transformer, so a killed save leaves
+    # nothing that loads, neither half of this transformer nor new numbers under the configuration of an old one.
+    (path / _CONFIG).unlink(missing_ok=True)
+    _replace(path / _WEIGHTS, weights)
     _replace(path / _CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
@@ -72,16 +79,16 @@ def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer:
         infinite = config["n_layers"] == "inf"
         transformer = InContextTransformer(
             make_kernel(**config["kernel"]),
-            None if infinite else [1.0] * int(config["n_layers"]),
             step_normalization=config["step_normalization"],
-            n_layers=float("inf") if infinite else None,
+            n_layers=float("inf") if infinite else config["n_layers"],
             ridge=config["ridge"],
             value_shift=config["value_shift"],
             n_landmarks=config["n_landmarks"],
             offset=config["offset"],
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / _CONFIG} is not the configuration of a transformer: {error}.") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{path / _CONFIG} is not the configuration of a transformer: {reason}.") from error
     try:
         tensors = safetensors.load((path / _WEIGHTS).read_bytes())
     except (OSError, safetensors.SafetensorError, ValueError, KeyError) as error:
@@ -93,6 +100,13 @@ def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer:
         transformer.load_state_dict(tensors)
     except RuntimeError as error:
         raise ValueError(f"{path / _WEIGHTS} does not fit {_CONFIG} beside it: {error}.") from error
+    gamma, constants = transformer.gamma, list(transformer.kernel.buffers())
+    in_range = bool(0 <= gamma <= 1) and all(bool((constant > 0).all()) for constant in constants)
+    if not in_range or not all(bool(torch.isfinite(number).all()) for number in transformer.buffers()):
+        raise ValueError(
+            f"{path / _WEIGHTS} holds numbers out of their range: expected finite step sizes, gamma in [0, 1] and positive "
+            f"constants of the kernel."
+        )
     return transformer
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.gaussian_process.kernels import RBF, DotProduct, Matern
+from sklearn.metrics.pairwise import linear_kernel, rbf_kernel
 
 from icrl_gym.distances import euclidean
 from icrl_gym.kernels import (
@@ -230,3 +231,131 @@ def test_other_wrong_arguments_say_so():
         SumKernel([])
     with pytest.raises(ValueError, match="expected 2 positive weights"):
         SumKernel([RBFKernel(1.0), RBFKernel(2.0)], [1.0])
+
+
+def test_kernels_are_the_pairwise_ones_of_scikit_learn():
+    u, w = states(7), states(5, seed=1)
+    np.testing.assert_allclose(RBFKernel(0.7)(u, w), rbf_kernel(u, w, gamma=1 / 1.4), rtol=1e-12)
+    np.testing.assert_allclose(LinearKernel()(u, w), linear_kernel(u, w), rtol=1e-12, atol=1e-15)
+    both = (0.25 * RBFKernel(0.7) + 3.0 * LinearKernel())(u, w)
+    np.testing.assert_allclose(both, 0.25 * rbf_kernel(u, w, gamma=1 / 1.4) + 3 * linear_kernel(u, w), rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_softmax_attention_sums_to_one_over_the_keys_that_exist(scale):
+    # At scale 100 the exponentials alone would overflow.
+    u, w, mask = scale * states(6), scale * states(5, seed=1), torch.tensor([True, False, True, True, False, True])
+    attention = SoftmaxKernel(0.5)(u, w, mask)
+    torch.testing.assert_close(attention.sum(0), torch.ones(5).double())
+    torch.testing.assert_close(attention[mask], SoftmaxKernel(0.5)(u[mask], w))
+    assert (SoftmaxKernel(0.5)(u, w, torch.zeros(6, dtype=torch.bool)) == 0).all()
+
+
+def true_values(kernel, distance):
+    x = math.sqrt(3) * distance / np.longdouble(1.5)
+    return {
+        RBFKernel: np.exp(-(distance**2) / 3),
+        LaplacianKernel: np.exp(-distance / np.longdouble(1.5)),
+        MaternKernel: (1 + x) * np.exp(-x),
+    }[type(kernel)]
+
+
+@pytest.mark.parametrize("step", [1e-9, 1e-5, 1e-3])
+@pytest.mark.parametrize(
+    "kernel", [RBFKernel(1.5), LaplacianKernel(1.5), MaternKernel(1.5)], ids=lambda k: type(k).__name__
+)
+def test_next_to_the_diagonal_what_is_lost_is_rounding(kernel, step):
+    u = states(6)
+    near = u + step
+    wide = np.asarray(u.numpy()[:, None], np.longdouble) - np.asarray(near.numpy()[None], np.longdouble)
+    distance = np.sqrt((wide**2).sum(-1))
+    np.testing.assert_allclose(kernel(u, near), true_values(kernel, distance).astype(float), rtol=1e-14, atol=0)
+    if isinstance(kernel, LaplacianKernel):  # the one with a cusp there: 1 - k is the distance itself
+        lost = 1 - np.diag(kernel(u, near))
+        np.testing.assert_allclose(lost, -np.expm1(-np.diag(distance) / 1.5).astype(float), rtol=0, atol=3e-16)
+        assert (lost > 0).all()
+
+
+@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e6), (torch.float32, 1e4)])
+@pytest.mark.parametrize(
+    "kernel", [RBFKernel(0.5), LaplacianKernel(0.5), MaternKernel(0.5)], ids=lambda k: type(k).__name__
+)
+def test_far_from_the_origin_all_the_precision_that_the_states_have_is_kept(kernel, dtype, far):
+    moved = states(9, dtype=dtype) + far
+    back = moved - far  # exactly what the shift left of the states
+    torch.testing.assert_close(kernel(moved, moved), kernel(back, back), rtol=TOLERANCE[dtype] / 10, atol=0)
+    assert (kernel(moved, moved).diagonal() == 1).all()
+
+
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.config()["name"])
+@pytest.mark.parametrize("junk", [math.inf, -math.inf, math.nan, 1e200])
+@pytest.mark.parametrize("d", [3, 40])
+def test_a_masked_key_may_be_anything(kernel, junk, d):
+    # With 40 features, enough pairs for distances by products.
+    u, w = 0.1 * states(128, d), 0.1 * states(128, d, seed=1)
+    mask = torch.arange(128) % 5 != 2
+    spoiled = u.masked_fill(~mask.unsqueeze(-1), junk)
+    values = kernel(spoiled, w, mask)
+    assert (values[~mask] == 0).all()
+    torch.testing.assert_close(values[mask], kernel(u[mask], w), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 9, 30])
+def test_the_median_distance_is_the_lower_one_of_two_in_the_middle(n):
+    u = states(n)
+    u[-1] = u[0]  # a distance of zero, which does not count
+    pairs = [np.linalg.norm(u[i] - u[j]) for i in range(n) for j in range(i)]
+    positive = [p for p in pairs if p > 0]
+    expected = np.quantile(positive, 0.5, method="lower") if positive else 1.0
+    assert float(median_distance(u)) == pytest.approx(expected)
+    mask = torch.arange(n + 3) < n
+    spoiled = torch.cat([u, torch.full((3, 4), math.inf)])
+    assert float(median_distance(spoiled, mask)) == pytest.approx(expected)
+
+
+def test_the_median_distance_of_many_states_is_that_of_some_of_them():
+    u = states(2000)
+    chosen = u[[i * 2000 // 512 for i in range(512)]].numpy()
+    pairs = np.linalg.norm(chosen[:, None] - chosen[None], axis=-1)[np.triu_indices(512, 1)]
+    assert float(median_distance(u)) == pytest.approx(np.quantile(pairs, 0.5, method="lower"))
+    assert float(median_distance(u)) == pytest.approx(float(median_distance(u, most=2000)), rel=0.02)
+
+
+@pytest.mark.parametrize("base", [RBFKernel(2.0), LinearKernel(), LaplacianKernel(1.0) + RBFKernel(1.0)])
+def test_a_landmark_twice_or_one_that_does_not_exist_changes_nothing(base):
+    z, u = states(5), states(8, seed=1)
+    once = NystromKernel(base, z)(u, u)
+    torch.testing.assert_close(NystromKernel(base, torch.cat([z, z, z[:2]]))(u, u), once, atol=1e-9, rtol=1e-9)
+    mask = torch.arange(8) < 5
+    torch.testing.assert_close(
+        NystromKernel(base, torch.cat([z, 1e3 * u[:3]]), mask)(u, u), once, atol=1e-12, rtol=1e-10
+    )
+    assert float(torch.linalg.eigvalsh(once)[0]) > -1e-10
+    # Never more than the base kernel: what the landmarks leave out is positive semi-definite as well.
+    assert float(torch.linalg.eigvalsh(base(u, u) - once)[0]) > -1e-9
+
+
+def test_kernels_add_to_kernels_only():
+    kernel = RBFKernel(1.0)
+    for wrong in (lambda: kernel + 1.0, lambda: 1.0 + kernel, lambda: kernel * LinearKernel(), lambda: kernel * kernel):
+        with pytest.raises(TypeError, match="unsupported operand type"):
+            wrong()
+    for weight in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="expected 1 positive weights"):
+            weight * kernel
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"name": "rbf", "temprature": 0.1}, "the rbf kernel takes no temprature"),
+        ({"name": "linear", "weights": [1.0]}, "the linear kernel takes no weights"),
+        ({"name": "sum"}, "the sum kernel needs kernels"),
+        ({"name": "sum", "kernels": [{"name": "relu"}], "temperature": 2.0}, "sum kernel has no temperature"),
+        ({"name": "sum", "kernels": []}, "at least one kernel"),
+        ({"name": "sum", "kernels": [{"name": "nystrom"}]}, "unknown kernel 'nystrom'"),
+    ],
+)
+def test_a_configuration_is_taken_whole_or_not_at_all(config, message):
+    with pytest.raises(ValueError, match=message):
+        make_kernel(**config)

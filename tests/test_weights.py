@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from icrl_gym import Context, InContextTransformer
-from icrl_gym.kernels import LaplacianKernel, LinearKernel, RBFKernel, SoftmaxKernel
+from icrl_gym.kernels import (
+    ExponentialKernel,
+    LaplacianKernel,
+    LinearKernel,
+    MaternKernel,
+    RBFKernel,
+    ReLUKernel,
+    SoftmaxKernel,
+)
 
 TRANSFORMERS = {
     "trained": InContextTransformer(
@@ -19,6 +27,12 @@ TRANSFORMERS = {
     ),
     "softmax": InContextTransformer(SoftmaxKernel(2.0), [], gamma=0.0),
     "limit": InContextTransformer(LinearKernel(), n_layers=math.inf, ridge=1e-3, n_landmarks=3),
+    "exponential": InContextTransformer(ExponentialKernel(3.0), [0.3, 0.1], gamma=0.5),
+    "matern": InContextTransformer(MaternKernel("median"), n_layers=math.inf, gamma=1.0, offset="removed"),
+    "relu": InContextTransformer(ReLUKernel(), torch.tensor([0.1, 0.2]), gamma=0.95),
+    "none": InContextTransformer(
+        RBFKernel(torch.tensor(0.1)), [0.02], step_normalization="none", value_shift=True, n_landmarks=2
+    ),
 }
 
 
@@ -87,6 +101,11 @@ def test_a_pickle_is_refused_and_does_not_run(folder, tmp_path):
         ({"version": 2}, "does not say format"),
         ({"kernel": {"name": "warp"}}, "unknown kernel 'warp'"),
         ({"n_layers": 5}, "does not fit config.json"),
+        ({"n_layers": 2.7}, "n_layers must be a whole number"),
+        ({"n_layers": None}, "is not the configuration of a transformer"),
+        ({"kernel": {"name": "rbf", "tau": 3.0}}, "the rbf kernel takes no tau"),
+        ({"kernel": {"name": "rbf", "temperature": -1.0}}, "temperature must be positive"),
+        ({"kernel": {"name": "sum"}}, "the sum kernel needs kernels"),
         ({"step_normalization": "sideways"}, "step_normalization must be one of|step_normalization"),
     ],
 )
@@ -117,3 +136,44 @@ def test_a_killed_save_leaves_nothing_that_loads(tmp_path, monkeypatch):
         TRANSFORMERS["trained"].save_pretrained(tmp_path / "weights")
     with pytest.raises(FileNotFoundError):
         InContextTransformer.from_pretrained(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("text", [b"[1, 2]", b"null", b"\xff\xfe\x00", b"[" * 200_000, b""])
+def test_what_is_no_configuration_says_so(folder, text):
+    (folder / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match="is not the configuration of a transformer"):
+        InContextTransformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("gamma", 5.0), ("gamma", math.nan), ("step_sizes", [math.inf, 1.0, 1.0]), ("kernel.temperature", -1.0)],
+)
+def test_numbers_out_of_range_say_so(folder, name, value):
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "weights.safetensors"
+    save_file({**load_file(file), name: torch.tensor(value, dtype=torch.float64)}, file)
+    with pytest.raises(ValueError, match="holds numbers out of their range: expected finite step sizes"):
+        InContextTransformer.from_pretrained(folder)
+
+
+def test_a_save_over_another_transformer_replaces_it_or_leaves_nothing_that_loads(folder, monkeypatch):
+    from icrl_gym import weights
+
+    other = InContextTransformer(LaplacianKernel(2.0), [1.0, 2.0, 3.0], gamma=0.1)
+    real = weights._replace
+
+    def killed(path, content):
+        real(path, content)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            other.save_pretrained(folder)
+    # Otherwise: the new numbers under the old configuration, which fit by chance.
+    with pytest.raises(FileNotFoundError):
+        InContextTransformer.from_pretrained(folder)
+    other.save_pretrained(folder)
+    assert repr(InContextTransformer.from_pretrained(folder)) == repr(other)
