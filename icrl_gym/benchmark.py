@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,7 @@ def _run_all(runs: dict[str, TrainConfig], jobs: int) -> None:
         raise RuntimeError(f"{label} failed; the same command tries it again") from failure
 
 
-def _completed(
-    pool: ProcessPoolExecutor, runs: dict[str, TrainConfig], jobs: int
-) -> Iterator[tuple[str, Future[Path]]]:
+def _completed(pool: Executor, runs: dict[str, TrainConfig], jobs: int) -> Iterator[tuple[str, Future[Path]]]:
     """Runs as they end. No more of them are in the pool than it runs, so an interruption leaves none that would start."""
     waiting = iter(runs.items())
     running: dict[Future[Path], str] = {}

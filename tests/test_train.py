@@ -84,6 +84,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
     reached = int(folder.checkpoints[-1].name.removeprefix("step_"))
     before = [e for e in folder.read_episodes() if e.timesteps <= reached]
 
+    time.sleep(1.1)  # event files are read in the order of their names, which tell whole seconds
     run = TrainingRun(TrainConfig(resume=str(folder.path), total_timesteps=reached + 1024))
     assert run.model.num_timesteps == reached
     normalize = run.model.get_vec_normalize_env()
