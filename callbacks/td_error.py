@@ -12,6 +12,7 @@ from stable_baselines3.common.logger import TensorBoardOutputFormat
 from torch.utils.tensorboard import SummaryWriter
 
 from icrl_gym.critic import InContextCritic
+from icrl_gym.plots import depth_figure
 
 __all__ = ["TDErrorCallback", "effective_rank"]
 
@@ -130,33 +131,9 @@ class TDErrorCallback(RolloutCallback):
         writer, curve = self._writer(), self.critic.td_error_by_depth()
         if writer is None or not curve:
             return
-        writer.add_figure("td_error/by_depth", depth_figure(curve), self.num_timesteps)
-
-
-def depth_figure(curve: dict[float, float]) -> Any:
-    """A figure of root mean square TD error against depth.
-
-    Args:
-        curve: From the number of layers (``math.inf`` for the fixed point) to the error.
-
-    Returns:
-        A matplotlib ``Figure``.
-    """
-    # The object-oriented interface: pyplot would keep the figure, and its backend, for the whole process.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    finite = [depth for depth in curve if math.isfinite(depth)]
-    axes.plot(finite, [curve[depth] for depth in finite], marker="o", label="layers")
-    if math.inf in curve:
-        axes.axhline(curve[math.inf], linestyle="--", color="C1", label="fixed point")
-        axes.legend()
-    axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlabel("depth (layers)")
-    axes.set_ylabel("in-context TD error (rms)")
-    axes.set_ylim(bottom=0)
-    return figure
+        figure = depth_figure(curve)
+        if figure is not None:
+            writer.add_figure("td_error/by_depth", figure, self.num_timesteps)
 
 
 def effective_rank(critic: InContextCritic) -> float:

@@ -11,6 +11,7 @@ import tyro
 
 import icrl_gym
 from icrl_gym.benchmark import BenchmarkConfig, benchmark
+from icrl_gym.plots import INSTALL
 from icrl_gym.train import TrainConfig, TrainingRun
 
 __all__ = ["main"]
@@ -68,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\ninterrupted; go on with: icrl-gym train --resume {run.folder.path}", file=sys.stderr)
         return 130
     status = run.folder.status
-    print(
-        f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {run.folder.path}/learning_curve.png"
-    )
+    curve = run.folder.path / "learning_curve.png"
+    shown = str(curve) if curve.is_file() else f"no learning_curve.png without matplotlib ({INSTALL})"
+    print(f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {shown}")
     return 0
 
 

@@ -1,15 +1,31 @@
-"""Learning curves as PNG files."""
+"""Figures, drawn with matplotlib where it is installed (the extra `plots`)."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.figure import Figure
 
-__all__ = ["binned", "learning_curves"]
+__all__ = ["binned", "depth_figure", "learning_curves"]
+
+INSTALL = 'pip install "icrl-gym[plots]"'
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """An empty figure of that size in inches; None, and a warning, without matplotlib."""
+    # Imported here, because that takes a second, and by its object-oriented interface: pyplot would keep every figure, and
+    # its backend, for the whole process.
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        warnings.warn(f"no figures without matplotlib; {INSTALL} brings it.", stacklevel=3)
+        return None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def binned(timesteps: npt.ArrayLike, values: npt.ArrayLike, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -36,7 +52,7 @@ def learning_curves(
     title: str = "",
     ylabel: str = "episode return",
     n_bins: int = 25,
-) -> None:
+) -> bool:
     """Draw returns against environment steps: a thin line a seed and a bold one for their mean.
 
     Args:
@@ -45,8 +61,13 @@ def learning_curves(
         title: Of the figure.
         ylabel: Of the vertical axis.
         n_bins: Episodes are averaged within so many equal stretches of steps.
+
+    Returns:
+        Whether the file was written: not without matplotlib, which is an extra.
     """
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = _new_figure(6, 4)
+    if figure is None:
+        return False
     axes = figure.add_subplot()
     last = max((float(np.max(t)) for seeds in curves.values() for t, _ in seeds if np.size(t)), default=1.0)
     edges = np.linspace(0.0, last, n_bins + 1)
@@ -71,3 +92,29 @@ def learning_curves(
     partial = file.with_name(f".partial_{file.name}")
     figure.savefig(partial, dpi=120, format="png")
     partial.replace(file)
+    return True
+
+
+def depth_figure(curve: Mapping[float, float]) -> Any:
+    """A figure of root mean square TD error against depth.
+
+    Args:
+        curve: From the number of layers (``math.inf`` for the fixed point) to the error.
+
+    Returns:
+        A matplotlib ``Figure``; None without matplotlib, which is an extra.
+    """
+    figure = _new_figure(5, 3.5)
+    if figure is None:
+        return None
+    axes = figure.add_subplot()
+    finite = [depth for depth in curve if math.isfinite(depth)]
+    axes.plot(finite, [curve[depth] for depth in finite], marker="o", label="layers")
+    if math.inf in curve:
+        axes.axhline(curve[math.inf], linestyle="--", color="C1", label="fixed point")
+        axes.legend()
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlabel("depth (layers)")
+    axes.set_ylabel("in-context TD error (rms)")
+    axes.set_ylim(bottom=0)
+    return figure

@@ -7,7 +7,7 @@ tensorboard/          events, for `tensorboard --logdir`
 progress_<steps>.csv  SB3's logger as a table, one file for each start at so many steps
 checkpoints/          the newest two, each a whole folder
 model.zip             the trained model (and vecnormalize.pkl beside it), once the run has finished
-learning_curve.png
+learning_curve.png    with the extra `plots`
 """
 
 from __future__ import annotations
