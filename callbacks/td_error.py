@@ -134,6 +134,7 @@ class TDErrorCallback(RolloutCallback):
         figure = depth_figure(curve)
         if figure is not None:
             writer.add_figure("td_error/by_depth", figure, self.num_timesteps)
+            writer.flush()  # at the end of training no dump of SB3's logger follows that would
 
 
 def effective_rank(critic: InContextCritic) -> float:
