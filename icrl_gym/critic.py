@@ -206,7 +206,7 @@ class InContextCritic(nn.Module):
         update; a look-up by the row's bytes is much cheaper than its kernel values, and gives the very same number.
         """
         rows = np.ascontiguousarray(observations.numpy())
-        keys = rows.view(np.dtype((np.void, rows.itemsize * self.n_features))).ravel().tolist()
+        keys: list[Any] = rows.view(np.dtype((np.void, rows.itemsize * self.n_features))).ravel().tolist()
         known = self._known
         try:
             return torch.tensor([known[key] for key in keys], dtype=self.centers.dtype)
