@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from icrl_gym.callbacks.rollout import require_in_context_policy, wrappers_of
+from icrl_gym.callbacks.rollout import RolloutCallback, wrappers_of
 from icrl_gym.callbacks.view import PolicyView
-from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from icrl_gym.wrappers import ContextSnapshot
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from icrl_gym.context import Context
-from icrl_gym.policy import InContextActorCriticPolicy
+from icrl_gym.critic import Evaluation
 
 __all__ = ["ContextSyncCallback"]
 
 
-class ContextSyncCallback(BaseCallback):
+class _Ahead(NamedTuple):
+    """The evaluation for the next rollout, which runs beside the update of the last one."""
+
+    evaluation: Future[Evaluation]
+    n_changes: list[int]
+    view: PolicyView
+
+
+class ContextSyncCallback(RolloutCallback):
     """Keeps the critic's context up to date: pull, bring to the policy's view, check, condition.
 
     At the start of a rollout the contexts of all environments are pooled. They hold transitions from before the rollout
     only, so that its TD errors are out-of-sample, and stay frozen until the next one, so that SB3 gets the same values
     while collecting and in the update. Before the first transition the value is zero.
+
+    The transitions of the next context are all there when a rollout ends, so it is evaluated in a thread beside SB3's update,
+    and taken over when the next rollout starts. Where anything moved in between (a context that was loaded, other statistics
+    of VecNormalize) it is evaluated again.
 
     Args:
         verbose: 1 says once that the values of the first rollout are zero.
@@ -32,61 +45,90 @@ class ContextSyncCallback(BaseCallback):
     Raises:
         TypeError: The policy is not an :class:`~icrl_gym.policy.InContextActorCriticPolicy`.
         ValueError: An environment has no :class:`~icrl_gym.wrappers.RollingContext`; the critic was given another gamma
-            than the algorithm's; something outside RollingContext changes observations.
+            than the algorithm's; something outside RollingContext changes observations, rewards or ends.
 
     Source: DESIGN of this package (``docs/architecture.md``).
     """
-
-    model: OnPolicyAlgorithm
 
     def __init__(self, verbose: int = 0) -> None:
         super().__init__(verbose)
         self.n_refused = 0
         self.context_fill = 0.0
-        self.seconds = 0.0
-        self._said_zero = False
+        self._said_empty = False
+        self._rewards = np.zeros(0)
+        self._worker: ThreadPoolExecutor | None = None
+        self._ahead: _Ahead | None = None
 
     def _init_callback(self) -> None:
-        require_in_context_policy(self)
+        super()._init_callback()
         require_rolling_context(self.training_env)
-        self.policy.critic.match_gamma(float(self.model.gamma))
+        self.critic.match_gamma(float(self.model.gamma))
 
-    def _on_step(self) -> bool:
-        return True
+    def _on_training_start(self) -> None:
+        self._ahead = None
+        self._worker = ThreadPoolExecutor(1, "icrl_gym-evaluation")
 
     def _on_rollout_start(self) -> None:
-        start = time.perf_counter()
-        env = self.training_env
-        snapshots = env.env_method("context_snapshot")
+        super()._on_rollout_start()
+        env, critic = self.training_env, self.critic
+        ahead, self._ahead = self._ahead, None
         view = PolicyView(env)
-        self._check_observations(view, [snapshot.observation for snapshot in snapshots])
-        context = view.context(Context.cat([snapshot.context for snapshot in snapshots]))
-        self.policy.critic.condition(context)
-        self.policy.critic.is_synced = True
+        snapshots = self._snapshots(newest=0)
+        self._check_observations(view, snapshots)
+        fresh = [snapshot.n_changes for snapshot in snapshots]
+        if ahead is not None and fresh == ahead.n_changes and view.measures_like(ahead.view):
+            critic.adopt(ahead.evaluation.result())
+        else:
+            critic.condition(pooled(view, self._snapshots()))
+        critic.is_synced = True
         self.n_refused = sum(snapshot.n_refused for snapshot in snapshots)
-        self.context_fill = len(context) / sum(snapshot.length for snapshot in snapshots)
-        if not len(context) and self.verbose and not self._said_zero:
-            print("InContextCallback: no transitions yet; the critic's value is zero in the first rollout.")
-            self._said_zero = True
-        self.seconds = time.perf_counter() - start
+        assert critic.context is not None
+        size = int(critic.context.mask.sum())
+        self.context_fill = size / sum(snapshot.length for snapshot in snapshots)
+        if not size:
+            self._say_empty()
+
+    def _on_step(self) -> bool:
+        # A copy: SB3 adds the value of the last observation to the rewards of time limits.
+        self._rewards = np.array(self.locals["rewards"], np.float64)
+        return super()._on_step()
+
+    def _on_rollout_end(self) -> None:
+        view, snapshots = PolicyView(self.training_env), self._snapshots()
+        self._check_transitions(view, snapshots)
+        if self._worker is not None and self.num_timesteps < self.model._total_timesteps:
+            evaluation = self._worker.submit(self.critic.evaluate, pooled(view, snapshots))
+            self._ahead = _Ahead(evaluation, [snapshot.n_changes for snapshot in snapshots], view)
 
     def _on_training_end(self) -> None:
-        self.policy.critic.is_synced = False
+        self.critic.is_synced = False
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._ahead = self._worker = None
 
-    @property
-    def policy(self) -> InContextActorCriticPolicy:
-        """The policy, with its critic."""
-        policy = self.model.policy
-        assert isinstance(policy, InContextActorCriticPolicy)
-        return policy
+    def _snapshots(self, newest: int | None = None) -> list[ContextSnapshot]:
+        return self.training_env.env_method("context_snapshot", newest=newest)
 
-    def _check_observations(self, view: PolicyView, recorded: list[np.ndarray | None]) -> None:
+    def _say_empty(self) -> None:
+        if not self.num_timesteps:
+            if self.verbose:
+                print("InContextCallback: no transitions yet; the critic's value is zero in the first rollout.")
+        elif not self._said_empty:
+            self._said_empty = True
+            warnings.warn(
+                "InContextCallback: the contexts of all environments are empty when a rollout starts, so every value is zero. "
+                'With on_reset="clear" a rollout must not end with an episode: take another n_steps, or on_reset="keep".',
+                stacklevel=2,
+            )
+
+    def _check_observations(self, view: PolicyView, snapshots: list[ContextSnapshot]) -> None:
         last = self.model._last_obs
         assert last is not None
         with torch.no_grad():
             seen = self.policy.critic_states(obs_as_tensor(last, self.policy.device)).cpu().numpy()
-        for index, observation in enumerate(recorded):
-            expected = None if observation is None else np.nan_to_num(view.states(observation), posinf=0.0, neginf=0.0)
+        for index, snapshot in enumerate(snapshots):
+            recorded = snapshot.observation
+            expected = None if recorded is None else view.states(recorded)
             if (
                 expected is None
                 or expected.shape != seen[index].shape
@@ -94,10 +136,42 @@ class ContextSyncCallback(BaseCallback):
             ):
                 raise ValueError(
                     f"environment {index}: the policy's observation {_short(seen[index])} is not the one that RollingContext "
-                    f"recorded, {_short(expected)} in the policy's units. Something outside RollingContext changes "
-                    f"observations (vector layers: {' of '.join(wrappers_of(self.training_env))}). Put RollingContext outside "
-                    f"of every wrapper that changes observations; of the vector wrappers, VecNormalize alone is understood."
+                    f"recorded, {_short(expected)} in the policy's units. {self._changed('observations')} Or the environment was "
+                    f"reset or stepped by something else meanwhile: give evaluate_policy and the like one of their own."
                 )
+
+    def _check_transitions(self, view: PolicyView, snapshots: list[ContextSnapshot]) -> None:
+        """What the algorithm got in the rollout must be what the environments recorded."""
+        terminated = self.terminated
+        for index, snapshot in enumerate(snapshots):
+            context = snapshot.context
+            newest = min(len(context), len(terminated))
+            if not newest or snapshot.n_refused:
+                continue  # nothing to compare, or holes in the record
+            recorded = float(view.rewards(context.rewards[-1].numpy()))
+            if not np.isclose(recorded, self._rewards[index], rtol=1e-4, atol=1e-6):
+                raise ValueError(
+                    f"environment {index}: the algorithm's last reward was {self._rewards[index]:.6g} and the one that "
+                    f"RollingContext recorded is {recorded:.6g} in the algorithm's units. {self._changed('rewards')}"
+                )
+            ends = [int(terminated[-newest:, index].sum()), int(context.terminated[-newest:].sum())]
+            if ends[0] != ends[1]:
+                raise ValueError(
+                    f"environment {index}: of the last {newest} steps, {ends[0]} ended an episode for the algorithm and "
+                    f"{ends[1]} in what RollingContext recorded. {self._changed('ends of episodes')}"
+                )
+
+    def _changed(self, what: str) -> str:
+        layers = " of ".join(wrappers_of(self.training_env))
+        return (
+            f"Something outside RollingContext changes {what} (vector layers: {layers}). Put RollingContext outside of every "
+            f"wrapper that changes {what}; of the vector wrappers, VecNormalize alone is understood."
+        )
+
+
+def pooled(view: PolicyView, snapshots: list[ContextSnapshot]) -> Context:
+    """The transitions of all environments, one after the other, as the policy sees them."""
+    return view.context(Context.cat([snapshot.context for snapshot in snapshots]))
 
 
 def require_rolling_context(env: VecEnv) -> None:

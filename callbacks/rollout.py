@@ -38,17 +38,15 @@ class RolloutCallback(BaseCallback):
         self._ends, self._terminated = [], []
 
     def _on_step(self) -> bool:
-        dones = np.array(self.locals["dones"], bool)
-        # The very condition under which SB3 adds gamma V(terminal observation) to the reward.
-        bootstrapped = np.array(
-            [
-                done and info.get("terminal_observation") is not None and bool(info.get("TimeLimit.truncated", False))
-                for done, info in zip(dones, self.locals["infos"], strict=True)
-            ],
-            bool,
-        )
-        self._ends.append(dones)
-        self._terminated.append(dones & ~bootstrapped)
+        ends = np.array(self.locals["dones"], bool)
+        terminated = ends.copy()
+        for index in ends.nonzero()[0]:
+            info = self.locals["infos"][index]
+            # The very condition under which SB3 adds gamma V(terminal observation) to the reward.
+            bootstraps = info.get("terminal_observation") is not None and info.get("TimeLimit.truncated", False)
+            terminated[index] = not bootstraps
+        self._ends.append(ends)
+        self._terminated.append(terminated)
         return True
 
     @property
@@ -109,7 +107,7 @@ def require_in_context_policy(callback: BaseCallback) -> None:
     model = callback.model
     if not isinstance(model, OnPolicyAlgorithm):
         raise TypeError(
-            f"{type(callback).__name__} works with on-policy algorithms (PPO, A2C, TRPO), got {type(model).__name__}."
+            f"{type(callback).__name__} works with on-policy algorithms (PPO, A2C), got {type(model).__name__}."
         )
     if not isinstance(model.policy, InContextActorCriticPolicy):
         raise TypeError(

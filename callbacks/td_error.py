@@ -12,6 +12,7 @@ from stable_baselines3.common.logger import TensorBoardOutputFormat
 from torch.utils.tensorboard import SummaryWriter
 
 from icrl_gym.critic import InContextCritic
+from icrl_gym.kernels import spread_rows
 from icrl_gym.plots import depth_figure
 
 __all__ = ["TDErrorCallback", "effective_rank"]
@@ -71,6 +72,11 @@ class TDErrorCallback(RolloutCallback):
         self._pending: list[np.ndarray] = []
 
     def _on_training_start(self) -> None:
+        # The same callback may go on with a model, or begin with another one.
+        self._pending = []
+        self._next_log = min(self._next_log, self._boundary(self.log_interval)) if self.num_timesteps else 0
+        if self.figure_interval is not None:
+            self._next_figure = min(self._next_figure, self._boundary(self.figure_interval))
         writer = self._writer()
         if writer is not None:
             writer.add_custom_scalars(LAYOUT)
@@ -144,8 +150,8 @@ def effective_rank(critic: InContextCritic) -> float:
 
     Source: Roy and Vetterli 2007.
     """
-    stride = max(1, -(-critic.centers.shape[-2] // 256))
-    centers, mask = critic.centers[..., ::stride, :], critic.center_mask[..., ::stride]
+    rows = spread_rows(critic.centers.shape[-2], 256, critic.centers.device)
+    centers, mask = critic.centers[..., rows, :], critic.center_mask[..., rows]
     if not bool(mask.any()):
         return 0.0
     with torch.no_grad():

@@ -28,8 +28,10 @@ class PolicyView:
     def __init__(self, env: VecEnv) -> None:
         self.normalize: VecNormalize | None = unwrap_vec_normalize(env)
         self._mean = self._scale = self._bound = np.zeros(())
+        self._reward_scale = 1.0
         if self.normalize is None:
             return
+        self._reward_scale = float(np.sqrt(self.normalize.ret_rms.var))
         if self.normalize.norm_obs:
             self._mean, self._scale, self._bound = _affine(self.normalize)
         finite = np.isfinite(self._mean).all() and np.isfinite(self._scale).all()
@@ -43,28 +45,45 @@ class PolicyView:
         """Flattened raw states (..., d) as the policy sees them."""
         raw = np.asarray(states)
         if self.normalize is None or not self.normalize.norm_obs:
-            return raw
-        normalized = np.clip((raw - self._mean) / self._scale, -self._bound, self._bound)
-        # VecNormalize hands float32 to the policy; the context's states must be equal to it bit for bit.
-        return normalized.astype(np.float32)
+            return _as_float32(raw)
+        if raw.shape[-1:] != self._mean.shape:
+            raise ValueError(
+                f"VecNormalize normalizes {self._mean.size} features and RollingContext recorded {raw.shape[-1]}: another layer "
+                f"changes observations in between. Put RollingContext outside of it, inside of the vector environment."
+            )
+        return _as_float32(np.clip((raw - self._mean) / self._scale, -self._bound, self._bound))
 
     def rewards(self, rewards: npt.ArrayLike) -> np.ndarray:
         """Raw rewards in the units of the algorithm's returns."""
         raw = np.asarray(rewards)
-        return raw if self.normalize is None else self.normalize.normalize_reward(raw)
+        return raw if self.normalize is None else np.asarray(self.normalize.normalize_reward(raw))
+
+    def measures_like(self, other: PolicyView) -> bool:
+        """Whether the statistics are those of another view: what it brought to the policy's coordinates still holds."""
+        return (
+            np.array_equal(self._mean, other._mean)
+            and np.array_equal(self._scale, other._scale)
+            and self._reward_scale == other._reward_scale
+        )
 
     def context(self, context: Context) -> Context:
         """A raw context as the policy would have seen it."""
-        if self.normalize is None:
-            return context
+        rewards = self.rewards(context.rewards.numpy()).astype(np.float64)
         return Context(
             self.states(context.states.numpy()).astype(np.float64),
-            self.rewards(context.rewards.numpy()).astype(np.float64),
+            rewards,
             self.states(context.next_states.numpy()).astype(np.float64),
             context.terminated,
             context.truncated,
-            context.mask,
+            # In SB3's buffer, which is float32, a larger reward is infinite.
+            context.mask.numpy() & (np.abs(rewards) <= np.finfo(np.float32).max),
         )
+
+
+def _as_float32(states: np.ndarray) -> np.ndarray:
+    """States as every SB3 policy reads them, bit for bit; what does not fit is 0 there too."""
+    with np.errstate(over="ignore"):
+        return np.nan_to_num(states.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
 def _affine(normalize: VecNormalize) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -243,6 +243,7 @@ class TransitionBuffer:
         self._head = 0  # where the next transition goes
         self._size = 0
         self._newest_is_last = False
+        self.n_changes = 0  # moves whenever what is stored does
 
     def __len__(self) -> int:
         """How many transitions are stored: at most ``capacity``."""
@@ -260,6 +261,7 @@ class TransitionBuffer:
             terminated: The episode ended here.
             truncated: The episode was cut here.
         """
+        self.n_changes += 1
         head = self._head
         self._states[head] = state
         self._next_states[head] = next_state
@@ -280,11 +282,13 @@ class TransitionBuffer:
         newest = self._head - 1
         if self._size and self._newest_is_last and not self._terminated[newest]:
             self._truncated[newest] = True
+            self.n_changes += 1
 
     def clear(self) -> None:
         """Forget every transition."""
         self._head = self._size = 0
         self._newest_is_last = False
+        self.n_changes += 1
 
     def extend(self, context: Context) -> None:
         """Store the transitions of a context, oldest first, up to the capacity.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,28 @@ from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
 from icrl_gym.context import Context
-from icrl_gym.kernels import Kernel, make_kernel
+from icrl_gym.kernels import Kernel, make_kernel, spread_rows
 from icrl_gym.transformer import InContextTransformer, Offset, StepNormalization
 from icrl_gym.value_function import ValueFunction, expand
 
-__all__ = ["InContextCritic", "standardization"]
+__all__ = ["Evaluation", "InContextCritic", "standardization"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What :meth:`InContextCritic.evaluate` found, ready for :meth:`InContextCritic.adopt`.
+
+    Attributes:
+        context: The context in standardized coordinates; several tasks as a batch.
+        value: Its value function, in the same coordinates.
+        mean: (..., 1, d), what standardization subtracts.
+        scale: (..., 1, d), and what it divides by.
+    """
+
+    context: Context
+    value: ValueFunction
+    mean: Tensor
+    scale: Tensor
 
 
 class InContextCritic(nn.Module):
@@ -57,8 +75,10 @@ class InContextCritic(nn.Module):
     center_mask: Tensor
     shift: Tensor
     offset: Tensor
+    constant: Tensor
     is_conditioned: Tensor
 
+    # What a context gives and a state_dict holds; `constant` follows from it.
     _of_the_context = ("state_mean", "state_scale", "centers", "coefficients", "center_mask", "shift", "offset")
 
     def __init__(
@@ -111,6 +131,7 @@ class InContextCritic(nn.Module):
         self.is_synced = False  # a callback keeps the context up to date; a matter of this process, never saved
         for name in self._of_the_context:
             self.register_buffer(name, torch.zeros(0))
+        self.register_buffer("constant", torch.zeros(0), persistent=False)
         self.register_buffer("is_conditioned", torch.tensor(False))
         self.kernel: Kernel = transformer.kernel
         self.value_function: ValueFunction | None = None
@@ -118,11 +139,6 @@ class InContextCritic(nn.Module):
         self._known: dict[bytes, float] = {}  # values of observations under the present context
         self.condition(Context.empty(n_features))
         self.is_conditioned.fill_(False)
-
-    @property
-    def constant(self) -> Float[Tensor, "t 1"]:
-        """What the value of every state of a task contains: the value shift C and the offset b."""
-        return (self.shift + self.offset).unsqueeze(-1)
 
     @property
     def gamma(self) -> float:
@@ -142,9 +158,23 @@ class InContextCritic(nn.Module):
             )
         self.transformer.gamma.fill_(gamma)
 
-    @torch.no_grad()
     def condition(self, context: Context) -> None:
         """Evaluate the policy on these transitions; the values stay so until the next call.
+
+        Args:
+            context: See :meth:`evaluate`.
+
+        Raises:
+            ValueError: See :meth:`evaluate`.
+            FloatingPointError: See :meth:`evaluate`.
+        """
+        self.adopt(self.evaluate(context))
+
+    @torch.no_grad()
+    def evaluate(self, context: Context) -> Evaluation:
+        """What :meth:`condition` does, but for taking it over: the critic's values stay as they are.
+
+        Nothing of the critic is written, so another thread may run this while the critic is in use.
 
         Args:
             context: One context of (n, d) states, in the coordinates of the observations that :meth:`forward` will get
@@ -164,40 +194,49 @@ class InContextCritic(nn.Module):
         if self.n_tasks > 1:
             task = self._task(context.states)
             context = Context.stack([context[task == t] for t in range(self.n_tasks)])
-        else:
-            context = Context.stack([context])
         mean, scale = standardization(context.states, context.mask) if self.standardize else _unit(context.states)
         context = Context(
-            (context.states - mean.unsqueeze(-2)) / scale.unsqueeze(-2),
+            (context.states - mean) / scale,
             context.rewards,
-            (context.next_states - mean.unsqueeze(-2)) / scale.unsqueeze(-2),
+            (context.next_states - mean) / scale,
             context.terminated,
             context.truncated,
             context.mask,
         )
         value = self.transformer.condition(context)
         _check_growth(value)
-        self.context, self.value_function, self.kernel = context, value, value.kernel
-        self.state_mean, self.state_scale = mean, scale
+        return Evaluation(context, value, mean, scale)
+
+    @torch.no_grad()
+    def adopt(self, evaluation: Evaluation) -> None:
+        """Take the values of an evaluation, until the next one."""
+        value = evaluation.value
+        self.context, self.value_function, self.kernel = evaluation.context, value, value.kernel
+        self.state_mean, self.state_scale = evaluation.mean, evaluation.scale
         self.centers, self.coefficients, self.center_mask = value.centers, value.coefficients, value.center_mask
         self.shift, self.offset = value.shift, value.offset
+        self._add_up()
         self.is_conditioned.fill_(True)
         self._known.clear()
 
-    @torch.no_grad()
     def forward(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, "m 1"]:
         """The values of observations, with the offset of the literal read-out if ``offset="centered"``.
 
         Raises:
             RuntimeError: The critic was never conditioned.
+            ValueError: Observations of another shape.
         """
+        if observations.ndim != 2 or observations.shape[-1] != self.n_features:
+            raise ValueError(
+                f"the critic expects observations of shape (m, {self.n_features}), got {tuple(observations.shape)}."
+            )
         if not self.is_conditioned:
             raise RuntimeError(
                 "the in-context critic has no context yet: nothing has conditioned it. Pass `callback=InContextCallback()` "
                 "to `learn`, or call `critic.condition(context)`."
             )
         values = self._remembered(observations) if observations.device.type == "cpu" else self._evaluate(observations)
-        return values.unsqueeze(-1).to(observations.dtype)
+        return (values.to(observations.dtype) if observations.is_floating_point() else values).unsqueeze(-1)
 
     def _remembered(self, observations: Float[Tensor, "m d"], most: int = 2**16) -> Float[Tensor, m]:
         """The values of observations, computed once for each until the next context.
@@ -205,24 +244,24 @@ class InContextCritic(nn.Module):
         An algorithm asks for the value of every observation of a rollout once while it collects and ``n_epochs`` times in its
         update; a look-up by the row's bytes is much cheaper than its kernel values, and gives the very same number.
         """
-        rows = np.ascontiguousarray(observations.numpy())
+        rows = np.ascontiguousarray(observations.detach().numpy())
         keys: list[Any] = rows.view(np.dtype((np.void, rows.itemsize * self.n_features))).ravel().tolist()
         known = self._known
-        try:
-            return torch.tensor([known[key] for key in keys], dtype=self.centers.dtype)
-        except KeyError:
-            pass
-        if len(known) > most:
-            known.clear()
-        missing = [index for index, key in enumerate(keys) if key not in known]
-        fresh = self._evaluate(observations if len(missing) == len(keys) else observations[missing])
-        known.update(zip([keys[index] for index in missing], fresh.tolist(), strict=True))
-        return torch.tensor([known[key] for key in keys], dtype=self.centers.dtype)
+        values = [known.get(key) for key in keys]
+        missing = [index for index, value in enumerate(values) if value is None]
+        if missing:
+            if len(known) > most:
+                known.clear()
+            fresh = self._evaluate(observations if len(missing) == len(keys) else observations[missing])
+            for index, value in zip(missing, fresh.tolist(), strict=True):
+                values[index] = known[keys[index]] = value
+        return torch.tensor(values, dtype=self.centers.dtype)
 
+    @torch.no_grad()
     def _evaluate(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, m]:
         states = observations.to(self.centers)
         if self.n_tasks == 1:
-            return self._values(states.unsqueeze(0)).squeeze(0)
+            return self._values(states)
         # Rows are laid out one task a line, for one batched evaluation whatever the number of tasks.
         task = self._task(states)
         order = torch.argsort(task, stable=True)
@@ -257,19 +296,18 @@ class InContextCritic(nn.Module):
             }
         # A few hundred transitions tell a root mean square to some per cent, at a fraction of the cost; as many as there are
         # landmarks are as well compared with each other.
-        most = own.n_landmarks or 256
-        stride = max(1, len(context) // most)
-        sample = context[..., slice(None, None, stride)]
+        rows = spread_rows(len(context), own.n_landmarks or 256, errors.device)
+        sample = context[..., rows]
         layers = InContextTransformer(
             own.kernel, gamma=self.gamma, n_layers=max(depths), value_shift=own.value_shift
         ).to(errors.device)
         finite = layers.condition(sample).td_errors
         curve: dict[float, float] = {depth: _rms(finite[..., depth, :], sample.mask) for depth in depths}
-        return {**curve, math.inf: _rms(errors[..., -1, :][..., ::stride], sample.mask)}
+        return {**curve, math.inf: _rms(errors[..., -1, rows], sample.mask)}
 
-    def _values(self, states: Float[Tensor, "t m d"]) -> Float[Tensor, "t m"]:
+    def _values(self, states: Float[Tensor, "*t m d"]) -> Float[Tensor, "*t m"]:
         if self.standardize:
-            states = torch.sub(states, self.state_mean.unsqueeze(-2)).div_(self.state_scale.unsqueeze(-2))
+            states = torch.sub(states, self.state_mean).div_(self.state_scale)
         # An empty center has the coefficient zero; only a kernel that is normalized over its centers must not see it.
         mask = None if self.kernel.positive_definite else self.center_mask
         return expand(self.kernel, self.centers, mask, self.coefficients, states) + self.constant
@@ -277,6 +315,10 @@ class InContextCritic(nn.Module):
     def _task(self, states: Float[Tensor, "m d"]) -> Tensor:
         # The largest entry, not the entry equal to 1: VecNormalize rescales the one-hot but keeps its order.
         return states[..., -self.n_tasks :].argmax(-1)
+
+    def _add_up(self) -> None:
+        """What the value of every state (of a task) contains, once: values are asked for at every step."""
+        self.constant = (self.shift + self.offset).unsqueeze(-1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The context's size is data, not architecture: buffers take the shape of what is loaded.
@@ -287,6 +329,7 @@ class InContextCritic(nn.Module):
         self.context = self.value_function = None
         self._known.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._add_up()
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -295,7 +338,7 @@ class InContextCritic(nn.Module):
 
 def standardization(
     states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], floor: float = 0.05
-) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
+) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:
     """Mean and scale of each feature of a context.
 
     The scale is the standard deviation. A feature that hardly varies (its deviation below ``floor`` of the median one over
@@ -309,12 +352,12 @@ def standardization(
         floor: What counts as hardly any variation.
 
     Returns:
-        (..., d) and (..., d), the second positive.
+        (..., 1, d) and (..., 1, d), the second positive.
     """
     weight = mask.to(states).unsqueeze(-1)
-    n = weight.sum(-2).clamp_min(1.0)
-    mean = (states * weight).sum(-2) / n
-    deviation = (((states - mean.unsqueeze(-2)) * weight).square().sum(-2) / n).sqrt()
+    n = weight.sum(-2, keepdim=True).clamp_min(1.0)
+    mean = (states * weight).sum(-2, keepdim=True) / n
+    deviation = (((states - mean) * weight).square().sum(-2, keepdim=True) / n).sqrt()
     largest = deviation.amax(-1, keepdim=True)
     # Rounding first, so that features which are constant but for it have no say in what is usual.
     varies = (deviation > 1e-6 * mean.abs()) & (deviation > 1e-6 * largest)
@@ -323,8 +366,8 @@ def standardization(
     return mean, torch.where(scale > 0, scale, 1.0)
 
 
-def _unit(states: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
-    shape = (*states.shape[:-2], states.shape[-1])
+def _unit(states: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:
+    shape = (*states.shape[:-2], 1, states.shape[-1])
     return states.new_zeros(shape), states.new_ones(shape)
 
 
@@ -336,9 +379,10 @@ def _check_growth(value: ValueFunction, most: float = 1e3) -> None:
     before, after = (value.td_errors[..., row, :].norm(dim=-1) for row in (0, -1))
     grown = after > most * before
     if bool((grown & (before > 0)).any()):
-        worst = int((after / before.clamp_min(1e-300)).argmax())
+        worst = (after / before.clamp_min(1e-300)).argmax()
+        start, end = (float(norms.reshape(-1)[worst]) for norms in (before, after))
         raise FloatingPointError(
-            f"the critic's layers diverge on this context: the norm of the TD errors grew from {float(before[worst]):.3g} to "
-            f"{float(after[worst]):.3g} over {value.td_errors.shape[-2] - 1} layers. "
+            f"the critic's layers diverge on this context: the norm of the TD errors grew from {start:.3g} to {end:.3g} "
+            f"over {value.td_errors.shape[-2] - 1} layers. "
             f'Use step_normalization="row_sum", smaller step_sizes, or n_layers=math.inf.'
         )

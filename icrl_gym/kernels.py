@@ -26,7 +26,7 @@ __all__ = [
     "SumKernel",
     "make_kernel",
     "median_distance",
-    "strided_rows",
+    "spread_rows",
 ]
 
 
@@ -123,7 +123,8 @@ class _TemperatureKernel(Kernel):
 
     def _scale(self, like: Tensor) -> Tensor:
         """The temperature, ready to divide a (..., n, m) matrix."""
-        return self.temperature.to(like)[..., None, None]
+        temperature = self.temperature.to(like)
+        return temperature[..., None, None] if temperature.ndim else temperature
 
     def config(self) -> dict[str, Any]:
         """See :meth:`Kernel.config`."""
@@ -170,7 +171,7 @@ class LaplacianKernel(_TemperatureKernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        return torch.exp(euclidean(keys, queries) * (-1 / self._scale(keys)))
+        return torch.exp(-euclidean(keys, queries) / self._scale(keys))
 
 
 class MaternKernel(_TemperatureKernel):
@@ -436,17 +437,24 @@ def median_distance(
     medians = []
     for rows, present in zip(flat, valid, strict=True):
         chosen = rows[present]
-        chosen = chosen[strided_rows(len(chosen), most, device=chosen.device)]
+        chosen = chosen[spread_rows(len(chosen), most, device=chosen.device)]
         distances = torch.nn.functional.pdist(chosen) if len(chosen) > 1 else chosen.new_zeros(0)
         distances = distances[distances > 0]
         medians.append(distances.median() if len(distances) else chosen.new_ones(()))
     return torch.stack(medians).reshape(batch) if medians else states.new_ones(batch)
 
 
-def strided_rows(n: int, most: int, device: torch.device | None = None) -> Tensor:
-    """At most ``most`` of n rows, evenly spread: all time, and every environment of a pooled context, is represented."""
+def spread_rows(n: int, most: int, device: torch.device | None = None) -> Tensor:
+    """At most ``most`` of n rows, one from each of as many stretches of equal length, in order.
+
+    So all time, and every environment of a pooled context, is represented. Which row of its stretch is taken goes round by
+    the golden ratio: a constant stride would meet episodes of a fixed length at the same few steps again and again.
+    """
     count = min(n, most)
-    return (torch.arange(count, device=device) * n) // max(count, 1)
+    stretch = torch.arange(count + 1, device=device) * n // max(count, 1)
+    start, width = stretch[:-1], stretch.diff()
+    turn = torch.arange(count, device=device, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1.0
+    return start + (turn * width).long()
 
 
 def _inner(keys: Float[Tensor, "*#b n d"], queries: Float[Tensor, "*#b m d"]) -> Float[Tensor, "*#b n m"]:

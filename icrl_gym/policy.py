@@ -9,6 +9,7 @@ from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import (
+    BaseFeaturesExtractor,
     CombinedExtractor,
     FlattenExtractor,
     MlpExtractor,
@@ -22,7 +23,7 @@ __all__ = ["InContextActorCriticPolicy"]
 
 
 class InContextActorCriticPolicy(ActorCriticPolicy):
-    """An actor that learns beside a critic that does not: for stock PPO, A2C and sb3-contrib's TRPO.
+    """An actor that learns beside a critic that does not: for stock PPO and A2C.
 
     The actor is SB3's own. Values come from an :class:`~icrl_gym.critic.InContextCritic`, which
     :class:`~icrl_gym.callbacks.InContextCallback` conditions at the start of every rollout. No parameter of the critic
@@ -85,15 +86,24 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         # The critic reads the flattened observation, whatever features the actor learns: they would move under the context.
         self.share_features_extractor = False
         space = self.observation_space
-        self.vf_features_extractor = (
-            CombinedExtractor(space) if isinstance(space, spaces.Dict) else FlattenExtractor(space)
-        )
-        for extractor in (self.pi_features_extractor, self.vf_features_extractor):
-            extractor.register_forward_pre_hook(_finite_input)
+        flat = CombinedExtractor if isinstance(space, spaces.Dict) else FlattenExtractor
+        if type(self.pi_features_extractor) is flat:
+            self.vf_features_extractor = self.pi_features_extractor
+        else:
+            self.vf_features_extractor = flat(space)
+            self.vf_features_extractor.register_forward_pre_hook(_finite_input)
+        self.pi_features_extractor.register_forward_pre_hook(_finite_input)
         super()._build(lr_schedule)
         self.value_net = InContextCritic(int(self.vf_features_extractor.features_dim), **self.critic_kwargs)
         # Again, now without the parameters of the value network that SB3 has built in the meantime.
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+
+    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
+        """SB3's, once for both networks where the actor too reads the flattened observation."""
+        if features_extractor is None and self.pi_features_extractor is self.vf_features_extractor:
+            states = self.critic_states(obs)
+            return states, states
+        return super().extract_features(obs, features_extractor)
 
     def critic_states(self, obs: PyTorchObs) -> Tensor:
         """What the critic sees of observations: (m, d), flattened."""

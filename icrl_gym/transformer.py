@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
 from icrl_gym.context import Context
-from icrl_gym.kernels import Kernel, NystromKernel, strided_rows
+from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
 from icrl_gym.value_function import ValueFunction, divergence, fixed_point, iterate, reward_center
 
 __all__ = ["AttentionHead", "InContextTransformer", "Layer", "Prompt"]
@@ -362,7 +362,7 @@ class InContextTransformer(nn.Module):
     def _landmarks(self, context: Context) -> tuple[Float[Tensor, "*b M d"] | None, Bool[Tensor, "*b M"] | None]:
         if self.n_landmarks is None:
             return None, None
-        return strided_landmarks(context, self.n_landmarks)
+        return spread_landmarks(context, self.n_landmarks)
 
     def _normalizer(
         self, kernel: Kernel, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], gram: Tensor | None = None
@@ -409,7 +409,7 @@ def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
     return tensor.expand(*context.batch_shape, *tensor.shape[-2:])
 
 
-def strided_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Bool[Tensor, "*b M"]]:
+def spread_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Bool[Tensor, "*b M"]]:
     """At most ``most`` states of each context, evenly spread over its transitions.
 
     Returns:
@@ -420,7 +420,7 @@ def strided_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M 
     chosen, present = [], []
     for states, mask in zip(flat, context.mask.reshape(flat.shape[:-1]), strict=True):
         rows = mask.nonzero().squeeze(-1)
-        rows = rows[strided_rows(len(rows), size, rows.device)]
+        rows = rows[spread_rows(len(rows), size, rows.device)]
         chosen.append(torch.nn.functional.pad(states[rows], (0, 0, 0, size - len(rows))))
         present.append(torch.arange(size, device=states.device) < len(rows))
     shape = (*context.batch_shape, size)

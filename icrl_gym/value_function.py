@@ -76,7 +76,8 @@ def expand(
     states: Float[Tensor, "*#b m d"],
 ) -> Float[Tensor, "*#b m"]:
     """sum_j c_j k(s_j, s), for each state."""
-    return (coefficients.unsqueeze(-2) @ kernel(centers, states, mask)).squeeze(-2)
+    values = kernel(centers, states, mask)
+    return coefficients @ values if coefficients.ndim == 1 else (coefficients.unsqueeze(-2) @ values).squeeze(-2)
 
 
 def reward_center(context: Context, gamma: Tensor) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b"]]:
@@ -193,10 +194,10 @@ def fixed_point(
         root = kernel.root
         system, right = root.new_zeros(root.shape), root.new_zeros(root.shape[:-1])
         differences = []
+        landmarks = kernel.landmarks.double()
+        present = None if kernel.mask is None or bool(kernel.mask.all()) else kernel.mask
         for rows in blocks(len(context)):
-            here, difference = temporal_difference(
-                kernel.base, kernel.landmarks.double(), context[..., rows], kernel.mask, gamma
-            )
+            here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, gamma)
             system = system + here @ difference.transpose(-1, -2)
             right = right + _apply(here, target[..., rows])
             differences.append(difference)
@@ -218,7 +219,12 @@ def fixed_point(
     if bool((info != 0).any()) or bool(unsolved.any()) or not bool(torch.isfinite(errors).all()):
         raise FloatingPointError(
             f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
-            f"the kernel can tell apart). Set a positive ridge, 1e-4 say."
+            f"the kernel can tell apart, or a kernel whose values are far too large). "
+            + (
+                "Set a larger one, or take a bounded kernel (RBF, Laplacian)."
+                if ridge
+                else "Set a positive ridge, 1e-4 say."
+            )
         )
     return _value_function(kernel, given, coefficients.to(kind), shift, gamma, errors.to(kind), has_offset)
 
@@ -227,7 +233,7 @@ def temporal_difference(
     kernel: Kernel,
     centers: Float[Tensor, "*b M d"],
     context: Context,
-    mask: Bool[Tensor, "*b M"],
+    mask: Bool[Tensor, "*b M"] | None,
     gamma: Tensor,
 ) -> tuple[Float[Tensor, "*b M n"], Float[Tensor, "*b M n"]]:
     """k(centers, s_j), and k(centers, s_j) - gamma (1 - terminated_j) k(centers, s'_j), for the transitions of a context.
@@ -245,7 +251,7 @@ def temporal_difference(
     there = torch.roll(here, -1, -1)
     there[..., rows] = kernel(centers, context.next_states[..., rows, :], mask)
     discount = gamma * (~context.terminated & context.mask).to(here).unsqueeze(-2)
-    return here, here - discount * there
+    return here, torch.addcmul(here, there, -discount)
 
 
 def blocks(n: int, size: int = 2048) -> list[slice]:

@@ -48,16 +48,16 @@ def test_jitter_among_features_that_vary_stays_jitter():
     jitter = 0.01 * torch.randn(len(states), 2, generator=g, dtype=torch.float64)
     _, scale = standardization(torch.cat([states, jitter], 1), torch.ones(len(states), dtype=torch.bool))
     deviation = states.numpy().std(0)
-    np.testing.assert_allclose(scale[:4], deviation)
-    np.testing.assert_allclose(scale[4:], deviation.max())
+    np.testing.assert_allclose(scale[0, :4], deviation)
+    np.testing.assert_allclose(scale[0, 4:], deviation.max())
 
 
 def test_standardization_is_that_of_numpy_where_features_vary():
     states = path() * torch.tensor([1.0, 5.0, 0.2]) + 3.0
     mask = torch.rand(len(states), generator=torch.Generator().manual_seed(0)) < 0.7
     mean, scale = standardization(states, mask)
-    np.testing.assert_allclose(mean, states[mask].numpy().mean(0))
-    np.testing.assert_allclose(scale, states[mask].numpy().std(0))
+    np.testing.assert_allclose(mean, states[mask].numpy().mean(0, keepdims=True))
+    np.testing.assert_allclose(scale, states[mask].numpy().std(0, keepdims=True))
 
 
 @pytest.mark.parametrize("n", [0, 1, 4])
@@ -112,13 +112,13 @@ def test_depth_curves_start_at_the_rewards_and_end_where_the_critic_does():
     assert list(curve) == [0, 1, 2, 4, 8, 10]
     rewards = states[:-1].sum(-1).sin()
     assert curve[0] == pytest.approx(float(rewards.square().mean().sqrt()))
-    assert curve[10] == pytest.approx(float(deep.value_function.td_errors[0, -1].square().mean().sqrt()))
+    assert curve[10] == pytest.approx(float(deep.value_function.td_errors[-1].square().mean().sqrt()))
     limit = InContextCritic(3, gamma=0.9, n_landmarks=None)
     limit.condition(context_of(states))
     curve = limit.td_error_by_depth()
-    centered = limit.value_function.td_errors[0, 0]
+    centered = limit.value_function.td_errors[0]
     assert curve[0] == pytest.approx(float(centered.square().mean().sqrt()))
-    own = limit.value_function.td_errors[0, -1]
+    own = limit.value_function.td_errors[-1]
     assert curve[math.inf] == pytest.approx(float(own.square().mean().sqrt()))
     assert InContextCritic(3).td_error_by_depth() != {} and list(InContextCritic(3).parameters()) == []
 

@@ -23,6 +23,7 @@ from icrl_gym.kernels import (
     SumKernel,
     make_kernel,
     median_distance,
+    spread_rows,
 )
 
 ALL = [
@@ -315,7 +316,7 @@ def test_the_median_distance_is_the_lower_one_of_two_in_the_middle(n):
 
 def test_the_median_distance_of_many_states_is_that_of_some_of_them():
     u = states(2000)
-    chosen = u[[i * 2000 // 512 for i in range(512)]].numpy()
+    chosen = u[spread_rows(2000, 512)].numpy()
     pairs = np.linalg.norm(chosen[:, None] - chosen[None], axis=-1)[np.triu_indices(512, 1)]
     assert float(median_distance(u)) == pytest.approx(np.quantile(pairs, 0.5, method="lower"))
     assert float(median_distance(u)) == pytest.approx(float(median_distance(u, most=2000)), rel=0.02)
@@ -362,3 +363,18 @@ def test_kernels_add_to_kernels_only():
 def test_a_configuration_is_taken_whole_or_not_at_all(config, message):
     with pytest.raises(ValueError, match=message):
         make_kernel(**config)
+
+
+@pytest.mark.parametrize("n, most", [(0, 4), (1, 4), (4, 4), (5, 4), (100, 7), (16_384, 256)])
+def test_spread_rows_are_one_of_each_stretch(n, most):
+    rows = spread_rows(n, most).tolist()
+    count = min(n, most)
+    assert len(rows) == count
+    assert all(i * n // count <= row < (i + 1) * n // count for i, row in enumerate(rows))
+
+
+@pytest.mark.parametrize("episode", [16, 32, 60, 64, 128, 500])
+def test_spread_rows_meet_episodes_of_a_fixed_length_at_many_steps(episode):
+    # With a constant stride of 64, episodes of 64 steps would be met at one and the same step 256 times.
+    phases = set((spread_rows(16_384, 256) % episode).tolist())
+    assert len(phases) > 0.9 * min(episode, 100)

@@ -193,13 +193,13 @@ def test_queries_and_context_are_measured_alike_under_vec_normalize(norm_obs, no
     env = VecNormalize(env, norm_obs=norm_obs, norm_reward=norm_reward, gamma=0.9)
     model = make_model(env, n_steps=50, batch_size=50, critic={"standardize": False, "offset": "removed"})
     at_the_call = []
-    condition = model.policy.critic.condition
+    evaluate = model.policy.critic.evaluate
 
     def recording(context):
         at_the_call.append((context, model._last_obs.copy()))
-        condition(context)
+        return evaluate(context)
 
-    model.policy.critic.condition = recording
+    model.policy.critic.evaluate = recording
     model.learn(200, callback=InContextCallback())
     context, query = at_the_call[-1]
     newest = len(context) - 1

@@ -79,7 +79,9 @@ def loop_through_landmarks(k, context, points, steps, gamma, normalization, shif
         constant = sum(r) / sum(weight)
         r = r - constant * np.array(weight)
     m = min(most, len(context), n)
-    z = np.array([s[i * n // m] for i in range(m)])
+    golden = (math.sqrt(5) - 1) / 2
+    stretches = [range(i * n // m, (i + 1) * n // m) for i in range(m)]
+    z = np.array([s[rows[int(i * golden % 1 * len(rows))]] for i, rows in enumerate(stretches)])
     values, vectors = np.linalg.eigh(k(z, z))
     kept = values > 1e-10 * values[-1]
     root = vectors[:, kept] / np.sqrt(values[kept])

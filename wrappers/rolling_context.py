@@ -26,12 +26,14 @@ class ContextSnapshot(NamedTuple):
         observation: (d,) float64, the flattened observation that the agent acts on next; None before the first reset.
         n_refused: Observations and rewards that were not finite, since the environment was made.
         length: How many transitions the context can hold.
+        n_changes: A number that moves whenever the context does.
     """
 
     context: Context
     observation: np.ndarray | None
     n_refused: int
     length: int
+    n_changes: int
 
 
 class TransitionRecorder:
@@ -89,7 +91,9 @@ class TransitionRecorder:
     def snapshot(self, newest: int | None = None) -> ContextSnapshot:
         """See :meth:`RollingContext.context_snapshot`."""
         observation = None if self.state is None else self.state.astype(np.float64)
-        return ContextSnapshot(self.buffer.context(newest), observation, self.n_refused, self.buffer.capacity)
+        return ContextSnapshot(
+            self.buffer.context(newest), observation, self.n_refused, self.buffer.capacity, self.buffer.n_changes
+        )
 
     def _check(self, finite: bool) -> bool:
         if not finite:
