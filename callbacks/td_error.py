@@ -95,11 +95,11 @@ class TDErrorCallback(RolloutCallback):
             in_context = critic.value_function.td_errors[..., -1, :][critic.context.mask]
             self._record("context", in_context.cpu().numpy())
             self.logger.record("critic/context_size", int(critic.context.mask.sum()))
-        for depth, rms in critic.td_error_by_depth().items():
-            self.logger.record(f"td_error_by_depth/{_depth_name(depth)}", rms)
-        offsets = critic.offset
-        self.logger.record("critic/offset", float(offsets.mean()))
-        self.logger.record("critic/effective_rank", effective_rank(critic))
+            if in_context.numel():  # of an empty context there is nothing to say; zeros would look like a perfect start
+                for depth, rms in critic.td_error_by_depth().items():
+                    self.logger.record(f"td_error_by_depth/{_depth_name(depth)}", rms)
+                self.logger.record("critic/effective_rank", effective_rank(critic))
+        self.logger.record("critic/offset", float(critic.offset.mean()))
         self.logger.record("critic/explained_variance", _explained_variance(self.buffer.values, self.buffer.returns))
         snapshots = self.training_env.env_method("context_snapshot", newest=0)
         self.logger.record("critic/n_refused", int(sum(snapshot.n_refused for snapshot in snapshots)))

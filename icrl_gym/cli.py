@@ -12,6 +12,7 @@ import tyro
 import icrl_gym
 from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.plots import INSTALL
+from icrl_gym.runs import FolderInUseError
 from icrl_gym.train import TrainConfig, TrainingRun
 
 __all__ = ["main"]
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{run.config.label()}: results in {run.folder.path}\nwatch it: tensorboard --logdir {run.folder.path}")
     try:
         run.learn()
-    except FloatingPointError as error:
+    except (FloatingPointError, FolderInUseError) as error:
         return _user_error(error)
     except KeyboardInterrupt:
         print(f"\ninterrupted; go on with: icrl-gym train --resume {run.folder.path}", file=sys.stderr)

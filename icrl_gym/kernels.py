@@ -76,7 +76,16 @@ class Kernel(nn.Module):
         return self
 
     def config(self) -> dict[str, Any]:
-        """What :func:`make_kernel` needs to build the same kernel again, as JSON can hold it."""
+        """What :func:`make_kernel` needs to build the same kernel again, as JSON can hold it.
+
+        Raises:
+            TypeError: A kernel of one's own, which no name stands for.
+        """
+        if type(self) not in _NAMES:
+            raise TypeError(
+                f"{type(self).__name__} is not a kernel of this package, so it cannot be saved by name; it works everywhere else. "
+                f"Kernels that can be saved: {', '.join(_NAMES.values())}."
+            )
         return {"name": _NAMES[type(self)]}
 
     def __add__(self, other: object) -> SumKernel:

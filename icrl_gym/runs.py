@@ -12,13 +12,14 @@ learning_curve.png    with the extra `plots`
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,9 +29,18 @@ import numpy as np
 
 from icrl_gym.context import Context
 
-__all__ = ["Episode", "RunFolder", "versions", "write_whole"]
+try:
+    import fcntl
+except ImportError:  # Windows, where two processes in one folder are not told apart
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Episode", "FolderInUseError", "RunFolder", "versions", "write_whole"]
 
 _CONTEXT_FIELDS = ("states", "rewards", "next_states", "terminated", "truncated")
+
+
+class FolderInUseError(ValueError):
+    """Another process is at work in a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +83,17 @@ class RunFolder:
             raise FileNotFoundError(
                 f"no run at {str(self.path)!r}: expected a folder with config.json, made by `icrl-gym train`."
             )
-        try:
-            return json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{str(file)!r} is not what `icrl-gym train` writes there: {error}.") from None
+        return _read_json(file)
 
     @property
     def status(self) -> dict[str, Any]:
-        """What run.json says; empty before the start."""
+        """What run.json says; empty before the start.
+
+        Raises:
+            ValueError: What is here is not JSON.
+        """
         file = self.path / "run.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return _read_json(file) if file.is_file() else {}
 
     @property
     def finished(self) -> bool:
@@ -99,6 +110,26 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "run.json", json.dumps({**self.status, **entries}, indent=2) + "\n")
 
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep the folder to one process at a time.
+
+        The lock is the system's and goes with the process, however it ends.
+
+        Raises:
+            FolderInUseError: Another process is at work here.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as stream:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise FolderInUseError(
+                        f"another process is at work in {str(self.path)!r}; wait for it, or stop it first."
+                    ) from None
+            yield
+
     def sweep(self) -> None:
         """Remove what a killed process had begun to write."""
         for partial in [*self.path.glob(".partial_*"), *self.path.glob("checkpoints/.partial_*")]:
@@ -113,7 +144,8 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """The whole checkpoints, oldest first."""
         folder = self.path / "checkpoints"
-        return sorted(p for p in folder.glob("step_*") if p.is_dir()) if folder.is_dir() else []
+        found = folder.glob("step_*") if folder.is_dir() else []
+        return sorted(p for p in found if p.is_dir() and p.name.removeprefix("step_").isdecimal())
 
     def save_checkpoint(self, model: Any, keep: int = 2) -> Path:
         """Save model, normalization statistics and contexts; the newest ``keep`` checkpoints stay.
@@ -192,9 +224,19 @@ def save_contexts(file: Path, contexts: Sequence[Context]) -> None:
 
 def load_contexts(file: Path) -> list[Context]:
     """Read what :func:`save_contexts` wrote."""
-    with np.load(file, allow_pickle=False) as arrays:
+    with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
         n = 1 + max((int(key.split("/")[0]) for key in arrays), default=-1)
         return [Context(*(arrays[f"{index}/{name}"] for name in _CONTEXT_FIELDS)) for index in range(n)]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(file)!r} is not what `icrl-gym train` writes there: {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(file)!r} is not what `icrl-gym train` writes there: expected a JSON object.")
+    return content
 
 
 def versions() -> dict[str, str]:

@@ -49,25 +49,25 @@ class CriticConfig:
     """Settings of the in-context critic. None: the default of InContextCritic (docs/critic.md)."""
 
     kernel: Literal["laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear"] | None = None
-    """What states are compared with."""
+    """What states are compared with (None: laplacian)."""
     temperature: str | None = None
-    """Of the kernel: a positive number, or "median"."""
+    """Of the kernel: a positive number, or "median" (None: median)."""
     n_layers: float | None = None
-    """Depth; "inf" for the fixed point."""
+    """Depth; "inf" for the fixed point (None: inf)."""
     step_sizes: float | None = None
-    """Step size of each layer of a finite depth."""
+    """Step size of each layer of a finite depth (None: 1)."""
     step_normalization: Literal["row_sum", "length", "none"] | None = None
-    """What divides the steps."""
+    """What divides the steps (None: row_sum)."""
     ridge: float | None = None
-    """Of the infinite depth."""
+    """Of the infinite depth (None: 1e-4)."""
     n_landmarks: int | None = None
-    """States of the context to compare with; 0 for all of them."""
+    """States of the context to compare with; 0 for all of them (None: 256)."""
     value_shift: bool | None = None
-    """Reward centering."""
+    """Reward centering (None: yes)."""
     standardize: bool | None = None
-    """States in units of the context's own mean and deviation."""
+    """States in units of the context's own mean and deviation (None: yes)."""
     offset: Literal["centered", "removed"] | None = None
-    """Keep the literal read-out's constant and center it out of the advantages, or remove it at its source."""
+    """Keep the literal read-out's constant and center it out of the advantages, or remove it at its source (None: centered)."""
 
     def critic_kwargs(self) -> dict[str, Any]:
         """The settings that were given, as arguments of InContextCritic."""
@@ -89,8 +89,8 @@ class RunOptions:
 
     total_timesteps: int = 60_000
     """Environment steps, over all environments."""
-    n_envs: int = 4
-    """Environments side by side."""
+    n_envs: int | None = None
+    """Environments side by side; default 4, or as many more as several tasks need to have equally many each."""
     n_steps: int = 512
     """Steps of each environment in a rollout."""
     batch_size: int = 64
@@ -144,8 +144,11 @@ class TrainConfig(RunOptions):
     """Go on with the run in this folder, from its newest checkpoint, with its own settings. --total-timesteps may be raised."""
 
     def __post_init__(self) -> None:
-        """Take names apart that are separated by commas."""
+        """Take names apart that are separated by commas, and fill in how many environments they need."""
         self.env = tuple(name for names in self.env for name in names.split(",") if name)
+        if self.n_envs is None:
+            n_tasks = max(len(self.env), 1)
+            self.n_envs = n_tasks * math.ceil(4 / n_tasks)
 
     def label(self) -> str:
         """A name for the run."""
@@ -195,7 +198,7 @@ class TrainingRun:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self.folder = RunFolder(config.run_dir or Path("runs") / f"{config.label()}-{stamp}")
             _require_writable(self.folder.path)
-            if self.folder.path.exists() and any(self.folder.path.iterdir()):
+            if self.folder.path.exists() and any(p.name != ".lock" for p in self.folder.path.iterdir()):
                 raise ValueError(
                     f"--run-dir {str(self.folder.path)!r} is not empty. Take another, or go on with that run: "
                     f"--resume {shlex.quote(str(self.folder.path))}."
@@ -216,6 +219,10 @@ class TrainingRun:
         """Train to the end, with checkpoints on the way; an interrupted run leaves one to resume from."""
         if self.done:
             return
+        with self.folder.lock():
+            self._learn()
+
+    def _learn(self) -> None:
         config, model, folder = self.config, self.model, self.folder
         folder.sweep()
         folder.write_config(dataclasses.asdict(config))
@@ -273,12 +280,13 @@ class TrainingRun:
     def _make_model(self) -> PPO:
         config = self.config
         if self.checkpoint is not None:
-            if (self.checkpoint / "contexts.npz").is_file():
-                for index, context in enumerate(load_contexts(self.checkpoint / "contexts.npz")):
-                    self.env.env_method("load_context", context, indices=index)
-            if (self.checkpoint / "vecnormalize.pkl").is_file():
-                self.env = VecNormalize.load(str(self.checkpoint / "vecnormalize.pkl"), _bare(self.env))
-            model = PPO.load(self.checkpoint / "model.zip", env=self.env, device=config.device)
+            try:
+                model = self._load(self.checkpoint)
+            except Exception as error:
+                raise ValueError(
+                    f"the checkpoint {str(self.checkpoint)!r} cannot be read ({type(error).__name__}: {error}). "
+                    f"Delete that folder to go on from the one before it."
+                ) from error
             # Loading starts every generator from the run's own seed again; going on must not replay its first goals and noise.
             words = np.random.SeedSequence([config.seed, model.num_timesteps]).generate_state(1)
             model.set_random_seed(int(words[0]) >> 1)
@@ -298,6 +306,14 @@ class TrainingRun:
             critic["n_tasks"] = len(config.env)
         return PPO(InContextActorCriticPolicy, self.env, policy_kwargs={"critic_kwargs": critic}, **options)
 
+    def _load(self, checkpoint: Path) -> PPO:
+        if self.config.critic == "in-context":
+            for index, context in enumerate(load_contexts(checkpoint / "contexts.npz")):
+                self.env.env_method("load_context", context, indices=index)
+        if self.config.normalize:
+            self.env = VecNormalize.load(str(checkpoint / "vecnormalize.pkl"), _bare(self.env))
+        return PPO.load(checkpoint / "model.zip", env=self.env, device=self.config.device)
+
 
 def make_training_env(config: TrainConfig) -> VecEnv:
     """The vector environment of a run: environments, rolling contexts for an in-context critic, VecNormalize.
@@ -305,6 +321,7 @@ def make_training_env(config: TrainConfig) -> VecEnv:
     Raises:
         ValueError: An unknown name, or an environment that PPO or the critic cannot take.
     """
+    assert config.n_envs is not None
     length = config.context_rollouts * config.n_steps if config.critic == "in-context" else None
     vec_env_cls = _SubprocVecEnv if config.vec_env == "subproc" else DummyVecEnv
     kind, names = _resolve(config.env)
@@ -390,6 +407,7 @@ def _validate(config: TrainConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(config, name)}.")
     if not config.env:
         raise ValueError("--env needs at least one name.")
+    assert config.n_envs is not None
     rollout = config.n_steps * config.n_envs
     if config.batch_size < 2:
         raise ValueError(
@@ -421,9 +439,14 @@ def _resumed(wanted: TrainConfig, given: Collection[str] | None) -> tuple[RunFol
     assert wanted.resume is not None
     folder = RunFolder(wanted.resume)
     stored = folder.config
-    stored["critic_options"] = CriticConfig(**stored["critic_options"])
-    stored["env"] = tuple(stored["env"])
-    config = TrainConfig(**stored)
+    try:
+        stored["critic_options"] = CriticConfig(**stored["critic_options"])
+        stored["env"] = tuple(stored["env"])
+        config = TrainConfig(**stored)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(folder.path / 'config.json')!r} is not what `icrl-gym train` writes there ({type(error).__name__}: {error})."
+        ) from None
     settings, stored_settings, defaults = _flat(wanted), _flat(config), _flat(TrainConfig())
     if given is None:
         given = [name for name, value in settings.items() if value != defaults[name]]
@@ -434,6 +457,11 @@ def _resumed(wanted: TrainConfig, given: Collection[str] | None) -> tuple[RunFol
                 f"there and cannot become {settings[name]!r}. Start a new run for that."
             )
     if "total_timesteps" in given:
+        if wanted.total_timesteps < config.total_timesteps:
+            raise ValueError(
+                f"--total-timesteps can be raised, not lowered: the run in {str(folder.path)!r} has {config.total_timesteps:,}, "
+                f"got {wanted.total_timesteps:,}."
+            )
         config.total_timesteps = wanted.total_timesteps
     return folder, config
 

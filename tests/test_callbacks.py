@@ -86,7 +86,11 @@ def test_every_quantity_is_logged_once_a_rollout_at_num_timesteps(tmp_path, crit
     assert len(ours) < 30
     for tag in ours:
         steps = [e.step for e in board.Scalars(tag)]
-        first = 200 if tag.startswith(("td_error/context_", "td_error_by_depth")) and steps[0] == 200 else 100
+        first = (
+            200
+            if tag.startswith(("td_error/context_", "td_error_by_depth", "critic/effective_rank")) and steps[0] == 200
+            else 100
+        )
         assert steps == list(range(first, 401, 100)), tag
         assert all(math.isfinite(e.value) for e in board.Scalars(tag))
     depth = {t: board.Scalars(t)[-1].value for t in ours if t.startswith("td_error_by_depth/")}

@@ -1,6 +1,7 @@
 """The command line's own promises: what repeats, what was meant, what Ctrl-C leaves behind, and who gets a traceback."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,7 +197,8 @@ def test_ctrl_c_leaves_a_whole_run_also_with_worker_processes(vec_env, tmp_path)
     assert folder.status["status"] == "interrupted" and folder.checkpoints[-1].name == f"step_{reached:010d}"
     assert sum(map(len, load_contexts(folder.checkpoints[-1] / "contexts.npz"))) == min(reached, 2 * 64 * 8)
     assert len(folder.read_episodes()) == 2 * (reached // 400)
-    train(TrainConfig(resume=str(folder.path), total_timesteps=reached + 128))
+    folder.write_config({**folder.config, "total_timesteps": reached + 128})  # 400,000 would take minutes
+    train(TrainConfig(resume=str(folder.path)))
     assert folder.finished
 
 
@@ -348,3 +350,56 @@ def test_an_interrupted_benchmark_says_how_to_go_on(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(benchmark_module, "_run_all", interrupted)
     assert main(["benchmark", "--envs", "Pendulum-v1", *SMALL, "--out", str(tmp_path)]) == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_to_its_end_or_further_never_less_far(tmp_path, capsys):
+    path = tmp_path / "run"
+    assert main([*PENDULUM, "--run-dir", str(path)]) == 0
+    config = (path / "config.json").read_text()
+    assert main(["train", "--resume", str(path), "--total-timesteps", "128"]) == 2
+    assert "can be raised, not lowered" in capsys.readouterr().err
+    assert (path / "config.json").read_text() == config
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+@pytest.mark.parametrize("name", ["model.zip", "vecnormalize.pkl", "contexts.npz"])
+def test_a_checkpoint_that_is_not_whole_is_named_and_the_one_before_it_serves(name, damage, tmp_path, capsys):
+    path = tmp_path / "run"
+    assert main([*PENDULUM, "--checkpoint-freq", "128", "--run-dir", str(path)]) == 0
+    _, newest = RunFolder(path).checkpoints
+    if damage == "missing":
+        (newest / name).unlink()
+    else:
+        (newest / name).write_bytes((newest / name).read_bytes()[:200])
+    resume = ["train", "--resume", str(path), "--total-timesteps", "384"]
+    assert main(resume) == 2
+    said = capsys.readouterr().err
+    assert f"the checkpoint '{newest}' cannot be read" in said and "Delete that folder" in said
+    shutil.rmtree(newest)
+    assert main(resume) == 0
+    assert RunFolder(path).status["timesteps"] == 384
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json"])
+@pytest.mark.parametrize("content", [b"[]", b'{"a"', b"\xff\xfe", b"{}"])
+def test_a_folder_with_a_damaged_table_says_which(name, content, tmp_path, capsys):
+    path = tmp_path / "run"
+    assert main([*PENDULUM, "--run-dir", str(path)]) == 0
+    (path / name).write_bytes(content)
+    harmless = (name, content) == ("run.json", b"{}")  # as if the run had never ended
+    assert main(["train", "--resume", str(path), "--total-timesteps", "384"]) == (0 if harmless else 2)
+    assert harmless or name in capsys.readouterr().err
+
+
+def test_two_processes_in_one_folder(tmp_path, capsys):
+    path = tmp_path / "run"
+    with RunFolder(path).lock():
+        assert main([*PENDULUM, "--run-dir", str(path)]) == 2
+    assert "another process is at work" in capsys.readouterr().err
+    assert main([*PENDULUM, "--run-dir", str(path)]) == 0
+
+
+@pytest.mark.parametrize("n_tasks, n_envs", [(1, 4), (2, 4), (3, 6), (5, 5)])
+def test_several_tasks_have_equally_many_environments(n_tasks, n_envs):
+    assert TrainConfig(env=("a",) * n_tasks).n_envs == n_envs
+    assert TrainConfig(env=("a",) * n_tasks, n_envs=2).n_envs == 2

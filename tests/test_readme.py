@@ -36,8 +36,6 @@ def test_commands_are_understood(command, tmp_path):
     small = [
         "--total-timesteps",
         "256",
-        "--n-envs",
-        "3",
         "--n-steps",
         "64",
         "--n-epochs",

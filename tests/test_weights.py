@@ -4,12 +4,14 @@ import json
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
 from icrl_gym import Context, InContextTransformer
 from icrl_gym.kernels import (
     ExponentialKernel,
+    Kernel,
     LaplacianKernel,
     LinearKernel,
     MaternKernel,
@@ -177,3 +179,15 @@ def test_a_save_over_another_transformer_replaces_it_or_leaves_nothing_that_load
         InContextTransformer.from_pretrained(folder)
     other.save_pretrained(folder)
     assert repr(InContextTransformer.from_pretrained(folder)) == repr(other)
+
+
+def test_a_kernel_of_one_s_own_works_and_says_that_it_cannot_be_saved(tmp_path):
+    class Cauchy(Kernel):
+        def pairwise(self, keys, queries, mask):
+            return 1 / (1 + torch.cdist(keys, queries).square())
+
+    transformer = InContextTransformer(Cauchy(), gamma=0.5, n_layers=2)
+    context = Context(np.ones((3, 2)), np.ones(3), np.ones((3, 2)), np.zeros(3, bool))
+    assert torch.isfinite(transformer.condition(context)(np.zeros((1, 2)))).all()
+    with pytest.raises(TypeError, match="Cauchy is not a kernel of this package"):
+        transformer.save_pretrained(tmp_path)
