@@ -107,7 +107,7 @@ def require_in_context_policy(callback: BaseCallback) -> None:
     model = callback.model
     if not isinstance(model, OnPolicyAlgorithm):
         raise TypeError(
-            f"{type(callback).__name__} works with on-policy algorithms (PPO, A2C), got {type(model).__name__}."
+            f"{type(callback).__name__} works with on-policy algorithms (PPO, A2C, TRPO), got {type(model).__name__}."
         )
     if not isinstance(model.policy, InContextActorCriticPolicy):
         raise TypeError(

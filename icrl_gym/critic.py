@@ -255,6 +255,8 @@ class InContextCritic(nn.Module):
             fresh = self._evaluate(observations if len(missing) == len(keys) else observations[missing])
             for index, value in zip(missing, fresh.tolist(), strict=True):
                 values[index] = known[keys[index]] = value
+            if len(missing) == len(keys):  # while collecting, nearly always
+                return fresh
         return torch.tensor(values, dtype=self.centers.dtype)
 
     @torch.no_grad()

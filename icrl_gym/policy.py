@@ -23,7 +23,7 @@ __all__ = ["InContextActorCriticPolicy"]
 
 
 class InContextActorCriticPolicy(ActorCriticPolicy):
-    """An actor that learns beside a critic that does not: for stock PPO and A2C.
+    """An actor that learns beside a critic that does not: for stock PPO, A2C and sb3-contrib's TRPO.
 
     The actor is SB3's own. Values come from an :class:`~icrl_gym.critic.InContextCritic`, which
     :class:`~icrl_gym.callbacks.InContextCallback` conditions at the start of every rollout. No parameter of the critic
@@ -122,6 +122,11 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
                 "Pass `callback=InContextCallback()` to `learn`."
             )
         return super().evaluate_actions(obs, actions)
+
+    def predict_values(self, obs: PyTorchObs) -> Tensor:
+        """SB3's; the gradient that TRPO takes of these values, for a network that it means to train, ends here."""
+        values = super().predict_values(obs)
+        return values.requires_grad_() if torch.is_grad_enabled() else values
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return {**super()._get_constructor_parameters(), "critic_kwargs": self.critic_kwargs}

@@ -230,6 +230,7 @@ class InContextTransformer(nn.Module):
         """L; ``math.inf`` for the fixed point."""
         return math.inf if self.infinite else len(self.step_sizes)
 
+    @property
     def layers(self) -> list[Layer]:
         """The L layers with their explicit matrices, for states of ``n_features`` entries.
 
@@ -293,7 +294,7 @@ class InContextTransformer(nn.Module):
         self.n_features = d
         states = prompt.tokens[..., :d, :].transpose(-1, -2)
         kernel = self._prompt_kernel(prompt, states)
-        layers = self.layers()
+        layers = self.layers
         normalizer = self._normalizer(kernel, states, prompt.keys)
         for index, layer in enumerate(layers):
             before = prompt

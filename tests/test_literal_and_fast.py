@@ -211,8 +211,8 @@ def test_the_linear_kernel_is_the_construction_of_wang_et_al(n_layers):
 def test_the_explicit_matrices_are_those_of_the_design():
     d, gamma = 2, 0.9
     transformer = InContextTransformer(RBFKernel(1.0), [0.5, 0.25], gamma, n_features=d)
-    assert len(transformer.layers()) == 2
-    for layer, step in zip(transformer.layers(), (0.5, 0.25), strict=True):
+    assert len(transformer.layers) == 2
+    for layer, step in zip(transformer.layers, (0.5, 0.25), strict=True):
         s = torch.tensor([[1.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
         s_next = torch.tensor([[0.0, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
         last = torch.zeros(5, 5)
@@ -404,9 +404,9 @@ def test_what_infinite_depth_cannot_do_says_so():
     with pytest.raises(ValueError, match="needs a finite n_layers"):
         transformer(transformer.embed(random_context(3), queries()))
     with pytest.raises(ValueError, match="no layers to list"):
-        _ = transformer.layers()
+        _ = transformer.layers
     with pytest.raises(ValueError, match="pass n_features"):
-        _ = InContextTransformer(RBFKernel(1.0), [1.0]).layers()
+        _ = InContextTransformer(RBFKernel(1.0), [1.0]).layers
     with pytest.raises(ValueError, match=r"expected states of shape \(\.\.\., m, 3\)"):
         transformer.condition(random_context(3))(queries(d=2))
     with pytest.raises(ValueError, match="landmarks need a positive definite kernel"):

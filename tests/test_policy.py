@@ -361,6 +361,17 @@ def test_a_policy_without_its_callback_says_so():
     assert np.isfinite(values(model, np.zeros((1, 3)))).all()  # asking for values stays possible
 
 
+def test_trpo_updates_its_actor_and_leaves_the_critic_alone():
+    from sb3_contrib import TRPO
+
+    env = DummyVecEnv([steps_env(growth=0.5)])
+    model = TRPO(InContextActorCriticPolicy, env, n_steps=16, batch_size=8, gamma=0.9, seed=0, device="cpu")
+    before = {name: value.clone() for name, value in model.policy.named_parameters()}
+    model.learn(64, callback=InContextCallback())
+    assert any(not torch.equal(value, before[name]) for name, value in model.policy.named_parameters())
+    assert model.policy.critic.context is not None and int(model.policy.critic.context.mask.sum()) == 48
+
+
 def test_an_environment_without_rolling_context_says_so():
     model = make_model(DummyVecEnv([lambda: Monitor(Steps())]))
     with pytest.raises(ValueError, match="reads its transitions from a RollingContext"):

@@ -148,7 +148,7 @@ def test_a_layer_is_the_formula_with_its_matrices_and_leaves_the_errors_of_its_d
     np.testing.assert_array_equal(z[:, -1], [1.0] * D + [0.0] * (D + 1))
     m = np.diag(np.append(context.mask.numpy(), False).astype(float))
     g = np.diag(np.append(~context.terminated.numpy(), offset == "centered").astype(float))
-    for depth, layer in enumerate(transformer.layers()):
+    for depth, layer in enumerate(transformer.layers):
         close(z[-1, :-1][context.mask.numpy()], errors[depth][context.mask])
         value, boot = layer.value_head, layer.bootstrap_head
         update = np.zeros_like(z)
