@@ -86,11 +86,11 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         # The critic reads the flattened observation, whatever features the actor learns: they would move under the context.
         self.share_features_extractor = False
         space = self.observation_space
-        flat = CombinedExtractor if isinstance(space, spaces.Dict) else FlattenExtractor
-        if type(self.pi_features_extractor) is flat:
+        flat = CombinedExtractor(space) if isinstance(space, spaces.Dict) else FlattenExtractor(space)
+        if type(self.pi_features_extractor) is type(flat):
             self.vf_features_extractor = self.pi_features_extractor
         else:
-            self.vf_features_extractor = flat(space)
+            self.vf_features_extractor = flat
             self.vf_features_extractor.register_forward_pre_hook(_finite_input)
         self.pi_features_extractor.register_forward_pre_hook(_finite_input)
         super()._build(lr_schedule)
