@@ -1,5 +1,6 @@
 """icrl-gym: policy evaluation in context, by a transformer with fixed weights, as a critic for Stable-Baselines3."""
 
+import icrl_gym.envs  # noqa: F401 (registers the environments)
 from icrl_gym.context import Context
 from icrl_gym.critic import InContextCritic
 from icrl_gym.policy import InContextActorCriticPolicy
