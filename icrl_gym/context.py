@@ -197,8 +197,16 @@ def _n_dim(name: str) -> int:
     return -1 if name in ("rewards", *_BOOLS) else -2
 
 
+def as_tensor(value: Any) -> Tensor:
+    """A tensor, an array (a copy of one that must not be written to: torch would warn of it) or nested lists as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value)
+    return torch.as_tensor(array if array.flags.writeable else array.copy())
+
+
 def _as_float(name: str, value: Any) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    tensor = as_tensor(value)
     if tensor.is_complex():
         raise TypeError(f"Context: {name} must be real, got {tensor.dtype}.")
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
@@ -209,7 +217,7 @@ def _as_bool(
 ) -> Bool[Tensor, ...]:
     if value is None and default is not None:
         return torch.full(shape, default, dtype=torch.bool, device=device)
-    array = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    array = as_tensor(value)
     if array.numel() == 0:
         array = array.bool()
     if array.dtype != torch.bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
-from icrl_gym.context import Context
+from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
 from icrl_gym.value_function import ValueFunction, divergence, fixed_point, iterate, reward_center
 
@@ -401,7 +401,7 @@ def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
     Raises:
         ValueError: Their last dimension is not the context's d.
     """
-    tensor = torch.as_tensor(states).to(context.states)
+    tensor = as_tensor(states).to(context.states)
     if tensor.ndim < 2 or tensor.shape[-1] != context.n_features:
         raise ValueError(
             f"expected states of shape (..., m, {context.n_features}) like those of the context, got {tuple(tensor.shape)}."

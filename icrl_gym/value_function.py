@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from icrl_gym._typing import Bool, Float
-from icrl_gym.context import Context
+from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel, NystromKernel
 
 __all__ = ["ValueFunction", "fixed_point", "iterate", "reward_center"]
@@ -58,7 +58,7 @@ class ValueFunction:
         Raises:
             ValueError: Their last dimension is not d.
         """
-        tensor = torch.as_tensor(states).to(self.centers)
+        tensor = as_tensor(states).to(self.centers)
         if tensor.ndim < 2 or tensor.shape[-1] != self.centers.shape[-1]:
             raise ValueError(
                 f"expected states of shape (..., m, {self.centers.shape[-1]}) like those of the context, "

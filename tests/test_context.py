@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from icrl_gym import InContextTransformer
 from icrl_gym.context import Context, TransitionBuffer
+from icrl_gym.kernels import RBFKernel
 
 
 def fields(n=4, d=2, batch=()):
@@ -137,3 +139,11 @@ def test_a_length_must_be_a_whole_number(capacity):
 
     with pytest.raises(ValueError, match="at least 1 transition, got"):
         unwrap(TransitionBuffer.__init__)(TransitionBuffer.__new__(TransitionBuffer), capacity, 2)
+
+
+def test_arrays_that_must_not_be_written_to_are_taken():
+    states = np.ones((3, 2))
+    states.flags.writeable = False
+    context = Context(states, np.ones(3), states, np.zeros(3, bool))
+    value = InContextTransformer(RBFKernel(1.0), gamma=0.5, n_layers=2).condition(context)
+    assert torch.isfinite(value(states)).all()
