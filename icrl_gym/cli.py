@@ -11,6 +11,7 @@ import tyro
 
 import icrl_gym
 from icrl_gym.benchmark import BenchmarkConfig, benchmark
+from icrl_gym.datasets import CollectConfig, collect
 from icrl_gym.plots import INSTALL
 from icrl_gym.runs import FolderInUseError
 from icrl_gym.train import TrainConfig, TrainingRun
@@ -20,6 +21,7 @@ __all__ = ["main"]
 Command = Union[  # noqa: UP007 (tyro reads the union's members and their names from this form)
     Annotated[TrainConfig, tyro.conf.subcommand("train")],
     Annotated[BenchmarkConfig, tyro.conf.subcommand("benchmark")],
+    Annotated[CollectConfig, tyro.conf.subcommand("collect")],
 ]
 
 DESCRIPTION = """PPO with an in-context critic: a transformer with fixed weights evaluates the policy from recorded transitions, and no
@@ -28,6 +30,7 @@ gradient step trains it.
   icrl-gym train                                 PPO on Meta-World's reach-v3
   icrl-gym train --env Pendulum-v1 --gamma 0.9   any registered Gymnasium id
   icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
+  icrl-gym collect --tasks reach --noise low     scripted experts with noisy actions, as Minari datasets
   tensorboard --logdir runs                      TD errors and everything else"""
 
 # What a user can get wrong at the door; an error from inside a running training keeps its traceback.
@@ -40,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"icrl-gym {icrl_gym.__version__}")
         return 0
-    arguments = _joined(arguments, "--env")
+    for option in ("--env", "--tasks", "--noise"):
+        arguments = _joined(arguments, option)
     config = tyro.cli(
         Command,
         args=arguments or ["--help"],
@@ -49,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     try:
+        if isinstance(config, CollectConfig):
+            print("\n".join(collect(config)))
+            return 0
         if isinstance(config, BenchmarkConfig):
             print(f"results in {benchmark(config)}")
             return 0

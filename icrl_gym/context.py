@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,21 @@ class Context:
         """The same context on another device or in another floating-point type."""
         floats = {name: getattr(self, name).to(device=device, dtype=dtype) for name in _FLOATS}
         return Context._of({**floats, **{name: getattr(self, name).to(device=device) for name in _BOOLS}})
+
+    @classmethod
+    def from_minari(
+        cls,
+        dataset: Any,
+        n: int | None = None,
+        *,
+        seed: int | None = None,
+        episodes: Iterable[int] | None = None,
+        root: str | PathLike[str] | None = None,
+    ) -> Context:
+        """Transitions of anybody's Minari dataset; see :func:`icrl_gym.datasets.context_from_minari`."""
+        from icrl_gym.datasets import context_from_minari
+
+        return context_from_minari(dataset, n, seed=seed, episodes=episodes, root=root)
 
     @staticmethod
     def cat(contexts: Sequence[Context]) -> Context:
