@@ -12,7 +12,9 @@ import tyro
 import icrl_gym
 from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.datasets import CollectConfig, collect
+from icrl_gym.experiments import ReproduceConfig, reproduce
 from icrl_gym.plots import INSTALL
+from icrl_gym.pretraining import PretrainConfig, pretrain
 from icrl_gym.runs import FolderInUseError
 from icrl_gym.train import TrainConfig, TrainingRun
 
@@ -22,6 +24,8 @@ Command = Union[  # noqa: UP007 (tyro reads the union's members and their names 
     Annotated[TrainConfig, tyro.conf.subcommand("train")],
     Annotated[BenchmarkConfig, tyro.conf.subcommand("benchmark")],
     Annotated[CollectConfig, tyro.conf.subcommand("collect")],
+    Annotated[PretrainConfig, tyro.conf.subcommand("pretrain")],
+    Annotated[ReproduceConfig, tyro.conf.subcommand("reproduce")],
 ]
 
 DESCRIPTION = """PPO with an in-context critic: a transformer with fixed weights evaluates the policy from recorded transitions, and no
@@ -31,6 +35,8 @@ gradient step trains it.
   icrl-gym train --env Pendulum-v1 --gamma 0.9   any registered Gymnasium id
   icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
   icrl-gym collect --tasks reach --noise low     scripted experts with noisy actions, as Minari datasets
+  icrl-gym pretrain --domain pick-place          step sizes and temperature, from the TD loss on one domain
+  icrl-gym reproduce cross-domain --quick        an experiment of the paper: table, figure, verdict
   tensorboard --logdir runs                      TD errors and everything else"""
 
 # What a user can get wrong at the door; an error from inside a running training keeps its traceback.
@@ -55,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if isinstance(config, CollectConfig):
             print("\n".join(collect(config)))
+            return 0
+        if isinstance(config, PretrainConfig):
+            pretrain(config)
+            return 0
+        if isinstance(config, ReproduceConfig):
+            reproduce(config)
             return 0
         if isinstance(config, BenchmarkConfig):
             print(f"results in {benchmark(config)}")

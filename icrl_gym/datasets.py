@@ -528,7 +528,7 @@ def _lock(folder: Path) -> Iterator[None]:
 def _root(root: str | os.PathLike[str] | None) -> Path:
     """The folder of the datasets, Minari's own if None."""
     if root is not None:
-        return Path(root).expanduser()
+        return Path(root).expanduser().absolute()  # Minari joins a relative one to itself
     from minari.storage.datasets_root_dir import get_dataset_path
 
     return get_dataset_path("")

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["binned", "depth_figure", "learning_curves"]
+__all__ = ["binned", "depth_figure", "learning_curves", "new_figure"]
 
 INSTALL = 'pip install "icrl-gym[plots]"'
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure of that size in inches; None, and a warning, without matplotlib."""
     # Imported here, because that takes a second, and by its object-oriented interface: pyplot would keep every figure, and
     # its backend, for the whole process.
@@ -65,7 +65,7 @@ def learning_curves(
     Returns:
         Whether the file was written: not without matplotlib, which is an extra.
     """
-    figure = _new_figure(6, 4)
+    figure = new_figure(6, 4)
     if figure is None:
         return False
     axes = figure.add_subplot()
@@ -104,7 +104,7 @@ def depth_figure(curve: Mapping[float, float]) -> Any:
     Returns:
         A matplotlib ``Figure``; None without matplotlib, which is an extra.
     """
-    figure = _new_figure(5, 3.5)
+    figure = new_figure(5, 3.5)
     if figure is None:
         return None
     axes = figure.add_subplot()

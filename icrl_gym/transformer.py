@@ -336,6 +336,19 @@ class InContextTransformer(nn.Module):
             kernel, context, rewards, shift, gamma, self.step_sizes.to(rewards), self._normalizer, has_offset=bootstrap
         )
 
+    def layer_steps(self, context: Context) -> Float[Tensor, "*b L"]:
+        """alpha_l: the step sizes of the layers on this context, divided by its normalizer.
+
+        Without landmarks the coefficients after l layers are ``(alpha_0 delta^(0) + ... + alpha_{l-1} delta^(l-1))``, with
+        the rows of :attr:`~icrl_gym.value_function.ValueFunction.td_errors` for delta.
+
+        Args:
+            context: (...) contexts.
+        """
+        kernel = self.kernel.adapted(context.states, context.mask)
+        normalizer = self._normalizer(kernel, context.states, context.mask)
+        return self.step_sizes.to(normalizer) / normalizer.unsqueeze(-1)
+
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """Write the weights (safetensors) and the configuration (JSON) into a folder. See :mod:`icrl_gym.weights`."""
         from icrl_gym.weights import save

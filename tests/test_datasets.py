@@ -763,3 +763,9 @@ def test_examples():
     results = doctest.testmod(icrl_gym.datasets)
     assert results.attempted > 5
     assert results.failed == 0
+
+
+def test_a_relative_root_is_a_folder_of_this_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (name,) = collect(CollectConfig(("drawer-close",), ("low",), episodes=1, steps=3, root="data", jobs=1))
+    assert (tmp_path / "data" / name).is_dir() and len(load_transitions(name, root="data")) == 3

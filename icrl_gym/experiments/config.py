@@ -1,0 +1,46 @@
+"""The settings that every experiment shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+__all__ = ["ExperimentName", "ReproduceConfig"]
+
+ExperimentName = Literal["noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "all"]
+
+
+@dataclass
+class ReproduceConfig:
+    """Run an experiment of He et al. 2026 and say whether what is measured agrees with the paper; a killed run goes on."""
+
+    name: Annotated[ExperimentName, tyro.conf.Positional]
+    """Which experiment."""
+    quick: bool = False
+    """A minute or two, to see that it runs; its numbers say little."""
+    seeds: int = 3
+    """Repetitions."""
+    jobs: int = 2
+    """Processes."""
+    out: str = "reproduced"
+    """Where to: a folder for each experiment, and cells/ with what is finished of its grid."""
+    root: str | None = None
+    """Where the datasets are (None: Minari's own folder)."""
+
+    def __post_init__(self) -> None:
+        """Make a quick run quick."""
+        if self.quick:
+            self.seeds = min(self.seeds, 2)
+            self.root = self.root or str(Path(self.out) / "datasets")
+
+    def size(self, full: int, quick: int) -> int:
+        """One of two sizes."""
+        return quick if self.quick else full
+
+    @property
+    def cache(self) -> Path:
+        """The folder of finished cells."""
+        return Path(self.out) / "cells"

@@ -1,0 +1,106 @@
+"""What an experiment leaves behind: a table, figures, TensorBoard events, and a verdict in words."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import bootstrap
+from torch.utils.tensorboard import SummaryWriter
+
+from icrl_gym.runs import versions, write_whole
+
+__all__ = ["Report", "interval", "mean_curve"]
+
+
+@dataclass
+class Report:
+    """The outcome of an experiment.
+
+    Attributes:
+        name: Of the experiment.
+        claim: What the paper says.
+        finding: What was measured, in words.
+        agrees: Whether the finding is the claim.
+        rows: The table, one dictionary a row, all with the same keys.
+        figures: From a name to a matplotlib figure (None without matplotlib).
+        scalars: From a TensorBoard tag to (step, value) pairs.
+    """
+
+    name: str
+    claim: str
+    finding: str
+    agrees: bool
+    rows: list[dict[str, Any]]
+    figures: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """The claim, the finding, and whether they agree."""
+        return f"The paper: {self.claim} Measured: {self.finding} {'They agree.' if self.agrees else 'They differ.'}"
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        header = list(self.rows[0])
+        lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
+        lines += ["| " + " | ".join(_cell(row[name]) for name in header) + " |" for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+    def write(self, folder: Path, config: dict[str, Any]) -> None:
+        """Write everything into a folder: whole files, the verdict last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.json", json.dumps({**config, "versions": versions()}, indent=2) + "\n")
+        table = io.StringIO()
+        writer = csv.DictWriter(table, list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_whole(folder / "table.csv", table.getvalue())
+        write_whole(folder / "table.md", self.markdown())
+        for name, figure in self.figures.items():
+            if figure is not None:
+                for kind in ("png", "pdf"):
+                    partial = folder / f".partial_{name}.{kind}"
+                    # Without the date in it, the same numbers give the same file.
+                    figure.savefig(
+                        partial, dpi=120, format=kind, metadata={"CreationDate": None} if kind == "pdf" else None
+                    )
+                    partial.replace(folder / f"{name}.{kind}")
+        board = SummaryWriter(str(folder / "tensorboard"))
+        for tag, points in self.scalars.items():
+            for step, value in points:
+                board.add_scalar(tag, value, step)
+        board.close()
+        write_whole(folder / "verdict.md", self.verdict + "\n")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and 95% bootstrap interval (percentile) of the values that are no NaN; NaN bounds for fewer than two of them."""
+    array = np.asarray(values, float)
+    array = array[~np.isnan(array)]
+    mean = float(array.mean()) if len(array) else float("nan")
+    if len(array) < 2:
+        return mean, float("nan"), float("nan")
+    if not np.isfinite(array).all() or np.ptp(array) == 0:
+        return mean, float(array.min()), float(array.max())
+    bounds = bootstrap((array,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return mean, float(bounds.low), float(bounds.high)
+
+
+def mean_curve(curves: Sequence[Sequence[float]]) -> np.ndarray:
+    """The mean (k,) of several curves of k points over those that are no NaN, point by point; NaN where all are."""
+    # torch: NumPy warns of a point where all are NaN.
+    return torch.tensor(curves, dtype=torch.float64).nanmean(0).numpy()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if np.isnan(value) else f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,100 @@
+"""The TD loss by depth against its definition, and training that lowers it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from icrl_gym import Context, InContextTransformer
+from icrl_gym.datasets import Transitions, contexts
+from icrl_gym.envs import KernelMRP
+from icrl_gym.kernels import LinearKernel, RBFKernel, SoftmaxKernel
+from icrl_gym.pretraining import PretrainConfig, pretrain, train_step_sizes
+from icrl_gym.td_loss import td_loss_by_depth
+
+
+def walk(n_episodes=4, length=60, seed=0):
+    """Episodes of a kernel MRP as the transitions of a data set."""
+    env = KernelMRP(n_features=2, temperature=0.3, gamma=0.9, seed=seed)
+    parts = [env.sample_context(length, seed + e) for e in range(n_episodes)]
+    joined = Context.cat(parts)
+    arrays = [getattr(joined, name).numpy() for name in ("states", "rewards", "next_states", "terminated", "truncated")]
+    return Transitions(*arrays, np.repeat(np.arange(n_episodes), length))
+
+
+@pytest.mark.parametrize("kernel", [RBFKernel(0.3), SoftmaxKernel(1.0), LinearKernel()], ids=repr)
+@pytest.mark.parametrize("normalization", ["row_sum", "length", "none"])
+def test_losses_after_each_layer_are_those_of_shallower_transformers(kernel, normalization):
+    data, gamma, steps = walk(), 0.9, [0.3, 0.1, 0.2]
+    batch, queries = contexts(data, 20, 3, seed=0, query=7)
+    inside, outside = td_loss_by_depth(InContextTransformer(kernel, steps, gamma, normalization), batch, queries)
+    assert inside.shape == outside.shape == (3, 4)
+    for depth in range(4):
+        shallow = InContextTransformer(kernel, steps[:depth], gamma, normalization)
+        for b in range(3):
+            value = shallow.condition(batch[b])
+            for transitions, losses in ((batch[b], inside), (queries[b], outside)):
+                here, there = value(transitions.states).numpy(), value(transitions.next_states).numpy()
+                r, ended = transitions.rewards.numpy(), transitions.terminated.numpy()
+                errors = r + gamma * ~ended * there - here
+                assert float(losses[b, depth]) == pytest.approx(np.mean(errors**2) / np.mean(r**2), rel=1e-9)
+    assert torch.allclose(inside[:, 0], torch.ones(3).double())
+
+
+def test_contexts_without_reward_have_no_loss_and_overflowing_ones_an_infinite_one():
+    states = np.random.default_rng(0).normal(size=(3, 6, 2))
+    rewards = np.array([[0.0] * 6, [1.0] * 6, [1.0] * 6])
+    batch = Context(states, rewards, states + 0.1, np.zeros((3, 6), bool))
+    inside, outside = td_loss_by_depth(InContextTransformer(RBFKernel(1.0), [0.5] * 3, 0.9), batch, batch)
+    assert inside[0].isnan().all() and outside[0].isnan().all() and inside[1:].isfinite().all()
+    far = Context(
+        np.stack([states[0], 1e3 * states[1]]),
+        rewards[1:],
+        np.stack([states[0], 1e3 * states[1]]),
+        np.zeros((2, 6), bool),
+    )
+    inside, outside = td_loss_by_depth(InContextTransformer(LinearKernel(), [0.1] * 100, 0.9, "none"), far, far)
+    assert inside[0].isfinite().all() and inside[1].isinf().all() and outside[1].isinf().all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_layers": math.inf}, {"n_layers": 2, "n_landmarks": 3}, {"n_layers": 2, "value_shift": True}]
+)
+def test_losses_of_what_has_no_depth_say_so(options):
+    batch = Context(np.ones((1, 3, 2)), np.ones((1, 3)), np.ones((1, 3, 2)), np.zeros((1, 3), bool))
+    with pytest.raises(ValueError, match="finite transformers without landmarks"):
+        td_loss_by_depth(InContextTransformer(RBFKernel(1.0), gamma=0.9, **options), batch, batch)
+
+
+SMALL = {"n_layers": 5, "n_context": 30, "n_queries": 20, "iterations": 60, "batch_size": 4, "temperature": 0.02}
+
+
+@pytest.mark.parametrize("normalization", ["row_sum", "length"])
+def test_training_lowers_the_loss_on_held_out_episodes(normalization):
+    config = PretrainConfig(step_normalization=normalization, **SMALL)
+    transformer, losses = train_step_sizes(walk(), config)
+    assert len(losses) == 60 and np.mean(losses[-10:]) < np.mean(losses[:10])
+    batch, queries = contexts(walk(seed=0, n_episodes=6), 30, 12, seed=9, query=20)
+    before = InContextTransformer(RBFKernel(0.02), [1.0] * 5, 0.9, normalization)
+    losses_before, losses_after = (td_loss_by_depth(t, batch, queries)[1][:, -1].mean() for t in (before, transformer))
+    assert float(losses_after) < 0.9 * float(losses_before)
+    assert not transformer.step_sizes.requires_grad and float(transformer.kernel.temperature) > 0.02
+
+
+def test_the_same_seed_trains_the_same_weights_and_another_others():
+    config = {**SMALL, "iterations": 5}
+    one, two, other = (train_step_sizes(walk(), PretrainConfig(seed=s, **config))[0] for s in (0, 0, 1))
+    assert torch.equal(one.step_sizes, two.step_sizes) and not torch.equal(one.step_sizes, other.step_sizes)
+
+
+def test_weights_are_written_with_a_card_and_come_back(tmp_path, capsys):
+    small = {**SMALL, "iterations": 2, "episodes": 2, "steps": 60}
+    config = PretrainConfig("drawer-close-v3", root=str(tmp_path / "data"), out=str(tmp_path / "weights"), **small)
+    folder = pretrain(config)
+    assert "held-out TD loss, normalized" in capsys.readouterr().out
+    card = json.loads((folder / "card.json").read_text())
+    assert card["config"]["domain"] == "drawer-close-v3" and card["held_out_td_loss"] > 0
+    loaded = InContextTransformer.from_pretrained(folder)
+    assert loaded.step_sizes.tolist() == card["step_sizes"] and float(loaded.gamma) == 0.9
