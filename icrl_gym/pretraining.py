@@ -78,7 +78,7 @@ class Pretrained:
 
     Attributes:
         transformer: With fixed weights.
-        losses: (iterations,) the held-out TD loss of each batch, normalized.
+        losses: (iterations,) the TD loss of the queries of each batch, normalized by the batch's mean squared reward.
         held_out: The mean held-out loss on goals that were not trained on, before (construction) and after.
     """
 
@@ -212,5 +212,7 @@ def _query_loss(
     following = value(queries.next_states)
     target = queries.rewards + transformer.gamma * (~queries.terminated) * following
     target = target.detach() if semi_gradient else target
-    error = (target - value(queries.states)).square().mean(-1) / queries.rewards.square().mean(-1).clamp_min(1e-12)
-    return error.mean(), error.detach().mean()
+    error = (target - value(queries.states)).square().mean()
+    # One scale for the whole batch: a context whose queries happen to have next to no reward must not decide the step of all.
+    loss = error / queries.rewards.square().mean().clamp_min(1e-12)
+    return loss, loss.detach()

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,3 +113,9 @@ def test_what_a_user_gets_wrong(tmp_path, capsys):
     assert main(["reproduce", "offset", "--seeds", "0", "--out", str(tmp_path)]) == 2
     assert "--seeds must be at least 1" in capsys.readouterr().err
     assert set(EXPERIMENTS) == {"noise", "cross-domain", "temperature", "linear", "synthetic", "offset"}
+
+
+def test_the_readme_s_command_is_one_that_is_tested():
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    commands = re.findall(r"^icrl-gym reproduce (\S+) --quick$", readme, re.MULTILINE)
+    assert commands and set(commands) <= set(EXPERIMENTS)

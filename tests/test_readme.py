@@ -30,7 +30,7 @@ def test_python_blocks_run(block, tmp_path):
         assert float(second[0]) - float(second[1]) == pytest.approx(-0.1, abs=1e-3)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("icrl-gym") and "--resume" not in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("icrl-gym train") and "--resume" not in c])
 def test_commands_are_understood(command, tmp_path):
     arguments = command.split("#")[0].split()[1:]
     small = [

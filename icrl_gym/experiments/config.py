@@ -21,6 +21,8 @@ class ReproduceConfig:
     """Which experiment."""
     quick: bool = False
     """A minute or two, to see that it runs; its numbers say little."""
+    semi_gradient: bool = False
+    """Pretrain as TD does, with constant bootstrap targets, instead of by the gradient of the loss (on Meta-World's data)."""
     seeds: int = 3
     """Repetitions."""
     jobs: int = 2

@@ -125,6 +125,7 @@ def _errors(rows: list[dict[str, Any]]) -> Any:
             axes.plot(x, [row["shape error"] for row in mine], marker="o", label=f"d = {d}")
             axes.fill_between(x, [row["95% low"] for row in mine], [row["95% high"] for row in mine], alpha=0.2)
         axes.set(xscale="log", yscale="log", xlabel=label)
+        axes.minorticks_off()
     figure.axes[0].set_ylabel("error of the shape / deviation of the values")
     figure.axes[0].legend()
     return figure

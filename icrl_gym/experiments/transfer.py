@@ -78,7 +78,7 @@ def _settings(config: ReproduceConfig, **changes: Any) -> dict[str, Any]:
         root=config.root,
         batch_size=config.size(16, 4),
     )
-    return {**asdict(base), **changes}
+    return {**asdict(base), "semi_gradient": config.semi_gradient, **changes}
 
 
 def _collect(config: ReproduceConfig, domains: Sequence[str], levels: Sequence[str]) -> None:
