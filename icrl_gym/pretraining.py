@@ -201,7 +201,7 @@ def _kernel(name: KernelName, temperature: Tensor | None) -> Kernel:
     if name in ("relu", "linear"):
         return ReLUKernel() if name == "relu" else LinearKernel()
     kernel = make_kernel(name, 1.0)
-    return type(kernel)(temperature)  # type: ignore[call-arg]
+    return type(kernel)(temperature)
 
 
 def _query_loss(

@@ -50,6 +50,27 @@ def test_the_table_is_the_same_in_one_process_and_in_two_and_when_it_goes_on(tmp
     assert table(tmp_path / "one" / "synthetic") == table(tmp_path / "two" / "synthetic")
 
 
+def test_a_page_of_everything_that_is_finished(tmp_path):
+    run = [
+        "reproduce",
+        "offset",
+        "--quick",
+        "--jobs",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+        "--docs",
+        str(tmp_path / "docs"),
+    ]
+    assert main([*run, "--semi-gradient"]) == 0  # which changes nothing here but the folder
+    assert main(run) == 0
+    page = (tmp_path / "docs" / "reproduced.md").read_text()
+    assert page.index("\n## offset\n") < page.index("\n## offset-semi-gradient\n")
+    assert "icrl-gym reproduce offset --semi-gradient" in page and page.count("The paper: ") == 2
+    targets = re.findall(r"\]\((results/[^)]+)\)", page)
+    assert len(targets) == 4 and all((tmp_path / "docs" / target).is_file() for target in targets)
+
+
 def counted(x, log):
     with open(log, "a") as stream:
         stream.write(f"{x} ")

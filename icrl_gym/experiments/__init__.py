@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from icrl_gym.experiments.config import ReproduceConfig
+from icrl_gym.experiments.config import SEMI_GRADIENT, ReproduceConfig
 from icrl_gym.experiments.offset import offset
 from icrl_gym.experiments.report import Report
 from icrl_gym.experiments.synthetic import synthetic
 from icrl_gym.experiments.transfer import cross_domain, linear, noise, temperature
+from icrl_gym.runs import write_whole
 
-__all__ = ["EXPERIMENTS", "Report", "ReproduceConfig", "reproduce"]
+__all__ = ["EXPERIMENTS", "Report", "ReproduceConfig", "reproduce", "write_page"]
 
 EXPERIMENTS: dict[str, Callable[[ReproduceConfig], Report]] = {
     "noise": noise,
@@ -46,16 +49,45 @@ def reproduce(config: ReproduceConfig) -> list[Report]:
     for name in EXPERIMENTS if config.name == "all" else [config.name]:
         start = time.perf_counter()
         report = EXPERIMENTS[name](config)
-        report.write(Path(config.out) / name, asdict(config))
+        report.write(Path(config.out) / config.label(name), asdict(config))
         reports.append(report)
         print(f"\n{report.markdown()}\n{name} ({time.perf_counter() - start:.0f} s): {report.verdict}\n", flush=True)
-    if config.name == "all":
-        from icrl_gym.runs import write_whole
-
-        parts = [f"## {r.name}\n\n{r.verdict}\n\n{r.markdown()}" for r in reports]
-        parts = [
-            part + "".join(f"\n![{f}]({r.name}/{f}.png)\n" for f in r.figures)
-            for part, r in zip(parts, reports, strict=True)
-        ]
-        write_whole(Path(config.out) / "results.md", "# Reproduced\n\n" + "\n".join(parts))
+    if config.docs is not None:
+        print(f"written: {write_page(Path(config.out), Path(config.docs))}")
     return reports
+
+
+def write_page(out: Path, docs: Path, most_rows: int = 60) -> Path:
+    """Write a page of every experiment that stands finished in a folder, with its figures and tables beside it.
+
+    Args:
+        out: The folder of :func:`reproduce`.
+        docs: Where ``reproduced.md`` goes, and ``results/`` with tables and figures.
+        most_rows: A table of more rows is only linked to.
+
+    Returns:
+        The page.
+    """
+    (docs / "results").mkdir(parents=True, exist_ok=True)
+    parts = [
+        "# The paper's experiments, as reproduced\n\nMade by `icrl-gym reproduce`; [experiments.md](experiments.md) says how.\n"
+    ]
+    for verdict in sorted(out.glob("*/verdict.md")):
+        folder, label = verdict.parent, verdict.parent.name
+        config = json.loads((folder / "config.json").read_text())
+        options = " --semi-gradient" if config["semi_gradient"] else ""
+        parts.append(
+            f"## {label}\n\n    icrl-gym reproduce {label.removesuffix(SEMI_GRADIENT)}{options} --seeds {config['seeds']}\n"
+        )
+        parts.append(verdict.read_text())
+        table = (folder / "table.md").read_text()
+        if table.count("\n") <= most_rows:
+            parts.append(table)
+        shutil.copyfile(folder / "table.csv", docs / "results" / f"{label}.csv")
+        parts.append(f"Table: [{label}.csv](results/{label}.csv)\n")
+        for figure in sorted(folder.glob("*.png")):
+            shutil.copyfile(figure, docs / "results" / f"{label}_{figure.name}")
+            parts.append(f"![{label}](results/{label}_{figure.name})\n")
+    page = docs / "reproduced.md"
+    write_whole(page, "\n".join(parts))
+    return page

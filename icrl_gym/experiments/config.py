@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-__all__ = ["ExperimentName", "ReproduceConfig"]
+__all__ = ["SEMI_GRADIENT", "ExperimentName", "ReproduceConfig"]
+
+SEMI_GRADIENT = "-semi-gradient"
 
 ExperimentName = Literal["noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "all"]
 
@@ -29,6 +31,8 @@ class ReproduceConfig:
     """Processes."""
     out: str = "reproduced"
     """Where to: a folder for each experiment, and cells/ with what is finished of its grid."""
+    docs: str | None = None
+    """Also write a page of all that stands finished in --out, with tables and figures, into this folder."""
     root: str | None = None
     """Where the datasets are (None: Minari's own folder)."""
 
@@ -41,6 +45,10 @@ class ReproduceConfig:
     def size(self, full: int, quick: int) -> int:
         """One of two sizes."""
         return quick if self.quick else full
+
+    def label(self, name: str) -> str:
+        """The folder of an experiment."""
+        return f"{name}{SEMI_GRADIENT}" if self.semi_gradient else name
 
     @property
     def cache(self) -> Path:

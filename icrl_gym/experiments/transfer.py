@@ -105,7 +105,8 @@ def noise(config: ReproduceConfig) -> Report:
     """Weights trained on a domain's high-noise tasks, TD loss by depth on its own tasks at three noise levels."""
     _collect(config, PAPER_DOMAINS, list(NOISE_LEVELS))
     results = _transfer_cells(config, PAPER_DOMAINS)
-    rows, scalars = [], {}
+    rows: list[dict[str, Any]] = []
+    scalars: dict[str, list[tuple[int, float]]] = {}
     figure = new_figure(11, 5.5)
     axes = None if figure is None else figure.subplots(2, 4, sharey=True)
     for column, domain in enumerate(TRANSFERRING):
