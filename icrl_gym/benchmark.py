@@ -9,7 +9,7 @@ import itertools
 import math
 import multiprocessing
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ import numpy as np
 
 from icrl_gym.plots import learning_curves
 from icrl_gym.runs import RunFolder, write_whole
+from icrl_gym.statistics import bootstrap_interval
 from icrl_gym.train import CriticConfig, CriticName, RunOptions, TrainConfig, TrainingRun, final_return, train
 
-__all__ = ["BenchmarkConfig", "benchmark", "bootstrap_interval"]
+__all__ = ["BenchmarkConfig", "benchmark"]
 
 
 @dataclass
@@ -90,20 +91,6 @@ def benchmark(config: BenchmarkConfig) -> Path:
     print(f"{len(configs)} runs, {len(configs) - len(missing)} finished before, {len(missing)} to go")
     _run_all(missing, config.jobs)
     return _report(config, configs)
-
-
-def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """A 95% bootstrap interval of the mean (percentile method); NaN for fewer than two values."""
-    if len(values) < 2:
-        return math.nan, math.nan
-    if np.ptp(values) == 0:
-        return float(values[0]), float(values[0])
-    from scipy.stats import bootstrap
-
-    interval = bootstrap(
-        (np.asarray(values),), np.mean, method="percentile", rng=np.random.default_rng(seed)
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
 
 
 def _file_name(label: str) -> str:

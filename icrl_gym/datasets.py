@@ -27,7 +27,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,18 +40,13 @@ from gymnasium import spaces
 from icrl_gym._typing import Bool, Float, Int
 from icrl_gym.context import Context
 from icrl_gym.metaworld import MAX_EPISODE_STEPS, PAPER_DOMAINS, TASKS, ScriptedExpert, make_env, resolve_task
-from icrl_gym.runs import versions, write_whole
+from icrl_gym.runs import folder_lock, versions, write_whole
 from icrl_gym.wrappers.flattening import flattener
 
 if TYPE_CHECKING:
     from minari import MinariDataset
 else:
     MinariDataset = Any  # an extra: the module imports without it, and the test run checks every annotation
-
-try:
-    import fcntl
-except ImportError:  # Windows, where two processes in one folder are not told apart
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "NOISE_LEVELS",
@@ -202,7 +197,8 @@ def collect(config: CollectConfig) -> list[str]:
     missing = _missing(root, wanted, config.force)
     if not missing:
         return list(wanted)
-    with _lock(root / _NAMESPACE):
+    recorded_into = root / _NAMESPACE
+    with folder_lock(recorded_into, f"another process records into {str(recorded_into)!r}; waiting for it ..."):
         _sweep(root / _NAMESPACE)
         # Again: another process may have recorded them while this one waited.
         missing = _missing(root, wanted, config.force)
@@ -506,23 +502,6 @@ def _sweep(folder: Path) -> None:
     for partial in folder.glob("*/.partial_*"):
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keeps recording into a folder to one process at a time; the others wait.
-
-    The lock is the system's and goes with the process, however it ends.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as stream:
-        if fcntl is not None:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"another process records into {str(folder)!r}; waiting for it ...", flush=True)
-                fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _root(root: str | os.PathLike[str] | None) -> Path:

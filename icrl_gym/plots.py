@@ -52,22 +52,19 @@ def learning_curves(
     title: str = "",
     ylabel: str = "episode return",
     n_bins: int = 25,
-) -> bool:
+) -> None:
     """Draw returns against environment steps: a thin line a seed and a bold one for their mean.
 
     Args:
         curves: From a label to one (timesteps, values) pair a seed; values of single episodes.
-        file: The PNG to write.
+        file: The PNG to write; not without matplotlib, which is an extra.
         title: Of the figure.
         ylabel: Of the vertical axis.
         n_bins: Episodes are averaged within so many equal stretches of steps.
-
-    Returns:
-        Whether the file was written: not without matplotlib, which is an extra.
     """
     figure = new_figure(6, 4)
     if figure is None:
-        return False
+        return
     axes = figure.add_subplot()
     last = max((float(np.max(t)) for seeds in curves.values() for t, _ in seeds if np.size(t)), default=1.0)
     edges = np.linspace(0.0, last, n_bins + 1)
@@ -92,7 +89,6 @@ def learning_curves(
     partial = file.with_name(f".partial_{file.name}")
     figure.savefig(partial, dpi=120, format="png")
     partial.replace(file)
-    return True
 
 
 def depth_figure(curve: Mapping[float, float]) -> Any:

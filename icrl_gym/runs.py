@@ -34,7 +34,7 @@ try:
 except ImportError:  # Windows, where two processes in one folder are not told apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Episode", "FolderInUseError", "RunFolder", "versions", "write_whole"]
+__all__ = ["Episode", "FolderInUseError", "RunFolder", "folder_lock", "versions", "write_whole"]
 
 _CONTEXT_FIELDS = ("states", "rewards", "next_states", "terminated", "truncated")
 
@@ -114,20 +114,10 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Keep the folder to one process at a time.
 
-        The lock is the system's and goes with the process, however it ends.
-
         Raises:
             FolderInUseError: Another process is at work here.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as stream:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise FolderInUseError(
-                        f"another process is at work in {str(self.path)!r}; wait for it, or stop it first."
-                    ) from None
+        with folder_lock(self.path):
             yield
 
     def sweep(self) -> None:
@@ -210,6 +200,34 @@ class RunFolder:
         if file.exists():
             kept = [e for e in self.read_episodes() if e.timesteps <= timesteps]
             write_whole(file, _episode_rows(kept, header=True))
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, waiting: str | None = None) -> Iterator[None]:
+    """Keep a folder to one process at a time.
+
+    The lock is the system's and goes with the process, however it ends.
+
+    Args:
+        folder: Made if need be.
+        waiting: What to print before waiting for another process. None: do not wait.
+
+    Raises:
+        FolderInUseError: Another process is at work here, and ``waiting`` is None.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as stream:
+        if fcntl is not None:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting is None:
+                    raise FolderInUseError(
+                        f"another process is at work in {str(folder)!r}; wait for it, or stop it first."
+                    ) from None
+                print(waiting, flush=True)
+                fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def save_contexts(file: Path, contexts: Sequence[Context]) -> None:

@@ -195,7 +195,7 @@ def fixed_point(
         system, right = root.new_zeros(root.shape), root.new_zeros(root.shape[:-1])
         differences = []
         landmarks = kernel.landmarks.double()
-        present = None if kernel.mask is None or bool(kernel.mask.all()) else kernel.mask
+        present = None if bool(kernel.mask.all()) else kernel.mask
         for rows in blocks(len(context)):
             here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, gamma)
             system = system + here @ difference.transpose(-1, -2)

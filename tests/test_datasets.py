@@ -32,6 +32,7 @@ from icrl_gym.datasets import (
     load_transitions,
 )
 from icrl_gym.metaworld import PAPER_DOMAINS, TASKS, ScriptedExpert, make_env
+from icrl_gym.runs import folder_lock
 
 minari = pytest.importorskip("minari")
 h5py = pytest.importorskip("h5py")
@@ -344,7 +345,7 @@ def test_a_kill_between_the_two_renames_gives_the_old_one_back(fake, tmp_path):
 
 def test_two_at_once_take_turns(fake, tmp_path, capsys):
     thread = threading.Thread(target=collect, args=(fake,))
-    with icrl_gym.datasets._lock(tmp_path / "icrl_gym"):
+    with folder_lock(tmp_path / "icrl_gym"):
         thread.start()
         time.sleep(0.3)
         assert thread.is_alive()

@@ -13,10 +13,11 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecNormalize
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from icrl_gym.benchmark import BenchmarkConfig, benchmark, bootstrap_interval
+from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.cli import main
 from icrl_gym.plots import binned
 from icrl_gym.runs import Episode, RunFolder, load_contexts
+from icrl_gym.statistics import bootstrap_interval
 from icrl_gym.train import CriticConfig, TrainConfig, TrainingRun, train
 
 SMALL = {"n_envs": 2, "n_steps": 128, "batch_size": 64, "n_epochs": 1, "gamma": 0.9, "checkpoint_freq": 256}

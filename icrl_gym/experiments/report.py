@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import bootstrap
 from torch.utils.tensorboard import SummaryWriter
 
 from icrl_gym.runs import versions, write_whole
+from icrl_gym.statistics import bootstrap_interval
 
 __all__ = ["Report", "interval", "mean_curve"]
 
@@ -86,12 +86,9 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     array = np.asarray(values, float)
     array = array[~np.isnan(array)]
     mean = float(array.mean()) if len(array) else float("nan")
-    if len(array) < 2:
-        return mean, float("nan"), float("nan")
-    if not np.isfinite(array).all() or np.ptp(array) == 0:
+    if not np.isfinite(array).all():
         return mean, float(array.min()), float(array.max())
-    bounds = bootstrap((array,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-    return mean, float(bounds.low), float(bounds.high)
+    return mean, *bootstrap_interval(array.tolist())
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> np.ndarray:

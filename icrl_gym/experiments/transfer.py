@@ -83,8 +83,9 @@ def _settings(config: ReproduceConfig, **changes: Any) -> dict[str, Any]:
 
 def _collect(config: ReproduceConfig, domains: Sequence[str], levels: Sequence[str]) -> None:
     """Record the data once, before cells of a grid would all at once."""
-    names = tuple(domains)
-    collect(CollectConfig(names, tuple(levels), config.size(20, 4), 160, root=config.root, jobs=config.jobs))  # type: ignore[arg-type]
+    settings = _settings(config)
+    sizes = {name: settings[name] for name in ("episodes", "steps", "root")}
+    collect(CollectConfig(tuple(domains), tuple(levels), **sizes, jobs=config.jobs))  # type: ignore[arg-type]
 
 
 def _transfer_cells(config: ReproduceConfig, domains: Sequence[str]) -> dict[tuple[str, str, int], dict[str, Any]]:
