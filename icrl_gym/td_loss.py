@@ -9,8 +9,8 @@ from torch import Tensor
 
 from icrl_gym._typing import Float
 from icrl_gym.context import Context
+from icrl_gym.solvers import key_values
 from icrl_gym.transformer import InContextTransformer
-from icrl_gym.value_function import temporal_difference
 
 __all__ = ["td_loss_by_depth"]
 
@@ -21,7 +21,7 @@ def td_loss_by_depth(
     """Normalized TD losses after 0, 1, ..., L layers: mean delta^2 / mean r^2, so that the value zero has the loss 1.
 
     Args:
-        transformer: Of finite depth, without landmarks or value shift.
+        transformer: Of finite depth, without landmarks, for discounted values.
         contexts: A batch (B,) of n transitions.
         queries: A batch (B,) of m further transitions, which no context holds.
 
@@ -30,10 +30,11 @@ def td_loss_by_depth(
         reward is zero (there is nothing to predict).
 
     Raises:
-        ValueError: An infinite depth, landmarks, or a value shift.
+        ValueError: An infinite depth, landmarks, or average reward.
     """
-    if transformer.infinite or transformer.n_landmarks is not None or transformer.value_shift:
-        raise ValueError("losses by depth are of finite transformers without landmarks and value shift.")
+    average = transformer.algorithm.name == "average_reward"
+    if transformer.infinite or transformer.n_landmarks is not None or average:
+        raise ValueError("losses by depth are of finite transformers without landmarks, for discounted values.")
     try:
         return _losses(transformer, contexts, queries)
     except FloatingPointError:
@@ -47,13 +48,20 @@ def td_loss_by_depth(
 
 
 def _losses(transformer: InContextTransformer, contexts: Context, queries: Context) -> tuple[Tensor, Tensor]:
-    value = transformer.condition(contexts)
-    moved = transformer.layer_steps(contexts).unsqueeze(-1) * value.td_errors[..., :-1, :]
-    coefficients = torch.nn.functional.pad(moved.cumsum(-2), (0, 0, 1, 0))  # (B, L+1, n), zero before the first layer
+    problem, coefficients, errors = transformer.coefficients_by_depth(contexts)
+    # Of Monte Carlo's values too the TD loss is asked for, with the discount.
     gamma = transformer.gamma.to(queries.rewards)
-    _, difference = temporal_difference(value.kernel, contexts.states, queries, contexts.mask, gamma)
-    held_out = queries.rewards.unsqueeze(-2) - coefficients @ difference
-    return _normalized(value.td_errors, contexts), _normalized(held_out, queries)
+    discounts = [gamma * (~which.terminated & which.mask) for which in (contexts, queries)]
+    shift = problem.shift.unsqueeze(-1)
+    losses = []
+    for which, discount in zip((contexts, queries), discounts, strict=True):
+        if which is contexts and transformer.algorithm.name != "monte_carlo":
+            losses.append(_normalized(errors, contexts))
+            continue
+        _, difference = key_values(problem.kernel, contexts, which, transformer.algorithm, problem.discount, discount)
+        rewards = which.rewards - shift * (1 - discount)
+        losses.append(_normalized(rewards.unsqueeze(-2) - coefficients @ difference, which))
+    return losses[0], losses[1]
 
 
 def _normalized(errors: Float[Tensor, "B L1 n"], transitions: Context) -> Float[Tensor, "B L1"]:

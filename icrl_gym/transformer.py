@@ -1,4 +1,4 @@
-"""InContextTransformer: L layers of attention that are L steps of kernelized TD(0) on the context, literally.
+"""InContextTransformer: L layers of attention that are L steps of kernelized TD on the context, literally.
 
 The tokens of a prompt are the columns of Z, one a transition and a last one for the query:
 
@@ -7,6 +7,10 @@ The tokens of a prompt are the columns of Z, one a transition and a last one for
 and a layer is two attention heads with a residual connection:
 
     Z <- Z + sum_h  V_h Z M k(K_h Z, Q_h Z) G_h / normalizer(context)
+
+The residual gradient has two more heads, whose keys are next states. TD(lambda) has a matrix for M, with (gamma lambda)^l on the
+side of the diagonal where later transitions are. Monte Carlo and average reward read their targets in a layer of their own
+first. Conjugate layers carry one more row, the direction that they move along: [ s ; s' ; p ; e ].
 
 :meth:`InContextTransformer.forward` computes exactly that, matrices and all. :meth:`InContextTransformer.condition`
 collapses it to a function of the query that costs n kernel values, whatever the depth (see
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -25,14 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
+from icrl_gym.algorithms import Algorithm, AlgorithmName
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
-from icrl_gym.value_function import ValueFunction, divergence, fixed_point, iterate, reward_center
+from icrl_gym.solvers import System, conjugate, conjugate_step, fixed_point, iterate, system
+from icrl_gym.value_function import ValueFunction, divergence, reward_center
 
-__all__ = ["AttentionHead", "InContextTransformer", "Layer", "Prompt"]
+__all__ = ["Acceleration", "AttentionHead", "ConjugateLayer", "InContextTransformer", "Layer", "Prompt"]
 
 StepNormalization = Literal["row_sum", "length", "none"]
 Offset = Literal["centered", "removed"]
+Acceleration = Literal["none", "conjugate"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,9 @@ class Prompt:
         bootstrap: (..., m, n+1) bool, G of the bootstrap head: False where the episode terminated.
         landmarks: (..., M, d), the landmark states of the context, or None.
         landmark_mask: (..., M) bool, False for a landmark that does not exist.
+        traces: (..., m, n+1, n+1), what stands beside M of TD(lambda): (gamma lambda)^l from a transition to those before it.
+        reading: (..., m, n+1, n+1), what the first layer multiplies the last row by: rewards to returns, or to what they are
+            above their mean.
     """
 
     tokens: Float[Tensor, "*b m r c"]
@@ -52,6 +62,8 @@ class Prompt:
     bootstrap: Bool[Tensor, "*b m c"]
     landmarks: Float[Tensor, "*b M d"] | None = None
     landmark_mask: Bool[Tensor, "*b M"] | None = None
+    traces: Float[Tensor, "*b m c c"] | None = None
+    reading: Float[Tensor, "*b m c c"] | None = None
 
 
 class AttentionHead(nn.Module):
@@ -87,6 +99,7 @@ class AttentionHead(nn.Module):
         kernel: Kernel,
         keys: Bool[Tensor, "*b c"],
         columns: Bool[Tensor, "*b c"] | None = None,
+        traces: Float[Tensor, "*b c c"] | None = None,
     ) -> Float[Tensor, "*b r c"]:
         """V Z M k(K Z, Q Z) G.
 
@@ -95,42 +108,106 @@ class AttentionHead(nn.Module):
             kernel: k.
             keys: (..., n+1) bool, M.
             columns: (..., n+1) bool, G; default all True.
+            traces: (..., n+1, n+1), a factor of M that is no diagonal.
         """
-        update = self.value.to(tokens) @ tokens @ self.attention(tokens, kernel, keys)
+        given = self.value.to(tokens) @ tokens
+        given = given if traces is None else given @ traces
+        update = given @ self.attention(tokens, kernel, keys)
         return update if columns is None else update * columns.unsqueeze(-2)
 
 
 class Layer(nn.Module):
-    """One step of kernelized TD(0): a head that moves V(s_i) and one that moves gamma V(s'_i), and a residual stream.
+    """One step of kernelized TD: a head that moves V(s_i) and one that moves gamma V(s'_i), and a residual stream.
 
     Args:
         n_features: d.
         step_size: What multiplies the TD errors, before the normalizer.
         gamma: The discount.
+        differences: Two more heads, with next states for keys: the step follows the gradient of the squared TD errors.
+        has_direction: The tokens have one more row, and it is the one that gives (:class:`ConjugateLayer`).
     """
 
-    def __init__(self, n_features: int, step_size: Tensor, gamma: Tensor) -> None:
+    def __init__(
+        self,
+        n_features: int,
+        step_size: Tensor,
+        gamma: Tensor,
+        differences: bool = False,
+        has_direction: bool = False,
+    ) -> None:
         super().__init__()
-        d, rows = n_features, 2 * n_features + 1
+        d, rows = n_features, 2 * n_features + 1 + has_direction
         identity = torch.eye(rows, dtype=step_size.dtype, device=step_size.device)
         state, next_state = identity[:d], identity[d : 2 * d]
-        last = identity[-1].outer(identity[-1])
-        self.value_head = AttentionHead(state, state, -step_size * last)
-        self.bootstrap_head = AttentionHead(state, next_state, gamma * step_size * last)
+        # The row that gives is the last but one of those with a direction; the one that takes is always the last.
+        moves = identity[-1].outer(identity[2 * d])
+        self.value_head = AttentionHead(state, state, -step_size * moves)
+        self.bootstrap_head = AttentionHead(state, next_state, gamma * step_size * moves)
+        if differences:
+            self.next_value_head = AttentionHead(next_state, state, gamma * step_size * moves)
+            self.next_bootstrap_head = AttentionHead(next_state, next_state, -(gamma**2) * step_size * moves)
 
-    def forward(self, prompt: Prompt, kernel: Kernel, normalizer: Float[Tensor, "*b"]) -> Prompt:
-        """Z + (value head + bootstrap head) / normalizer."""
+    def update(self, prompt: Prompt, kernel: Kernel) -> Float[Tensor, "*b m r c"]:
+        """The sum of the heads."""
+        tokens, keys, columns, traces = prompt.tokens, prompt.keys, prompt.bootstrap, prompt.traces
+        update = self.value_head(tokens, kernel, keys, None, traces)
+        update = update + self.bootstrap_head(tokens, kernel, keys, columns, traces)
+        if hasattr(self, "next_value_head"):
+            # A next state is no key where nothing comes after it.
+            update = update + self.next_value_head(tokens, kernel, keys & columns)
+            update = update + self.next_bootstrap_head(tokens, kernel, keys & columns, columns)
+        return update
+
+    def forward(
+        self, prompt: Prompt, kernel: Kernel, normalizer: Float[Tensor, "*b"], decay: Float[Tensor, "*b"] | None = None
+    ) -> Prompt:
+        """Z + (sum of the heads) / normalizer.
+
+        Args:
+            prompt: Z, and what of it may be looked at.
+            kernel: k.
+            normalizer: (...), what divides the step.
+            decay: (...), rho n: the last row of the context's tokens shrinks by so much of a step (a ridge).
+        """
         tokens = prompt.tokens
-        update = self.value_head(tokens, kernel, prompt.keys) + self.bootstrap_head(
-            tokens, kernel, prompt.keys, prompt.bootstrap
-        )
-        return Prompt(
-            tokens + update / normalizer[..., None, None],
-            prompt.keys,
-            prompt.bootstrap,
-            prompt.landmarks,
-            prompt.landmark_mask,
-        )
+        update = self.update(prompt, kernel)
+        if decay is not None:
+            update = update + (self.value_head.value.to(tokens) @ tokens) * (
+                decay.unsqueeze(-1) * prompt.keys
+            ).unsqueeze(-2)
+        return replace(prompt, tokens=tokens + update / normalizer[..., None, None])
+
+
+class ConjugateLayer(Layer):
+    """One step of the conjugate gradient method: it moves along the row p of its tokens, as far as is best.
+
+    What it multiplies the step by are sums over the tokens of the context, so the weights are fixed here too.
+
+    Args:
+        n_features: d.
+        gamma: The discount.
+        differences: See :class:`Layer`.
+    """
+
+    def __init__(self, n_features: int, gamma: Tensor, differences: bool) -> None:
+        super().__init__(n_features, torch.ones_like(gamma), gamma, differences, has_direction=True)
+
+    def step(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b"], start: Float[Tensor, "*b"]) -> Prompt:
+        """The tokens after one step.
+
+        Args:
+            prompt: Tokens [ s ; s' ; p ; e ], p and e zero at the query at first.
+            kernel: k.
+            decay: (...), rho n.
+            start: (...), the sum of e^2 over the context before the first layer.
+        """
+        tokens, keys = prompt.tokens, prompt.keys
+        residual, direction = tokens[..., -1, :] * keys, tokens[..., -2, :] * keys
+        # Heads subtract: what they add to the last row is minus A p, at the query minus what its value changes by.
+        added = self.update(prompt, kernel)[..., -1, :] - decay.unsqueeze(-1) * direction
+        step, _, direction = conjugate_step(residual, direction, -added * keys, start)
+        last = tokens[..., -1, :] + step.unsqueeze(-1) * added
+        return replace(prompt, tokens=torch.cat([tokens[..., :-2, :], torch.stack([direction, last], -2)], -2))
 
 
 class InContextTransformer(nn.Module):
@@ -139,6 +216,8 @@ class InContextTransformer(nn.Module):
     L layers are L steps of kernelized semi-gradient TD(0) from V = 0:
 
         V_{l+1}(s) = V_l(s) + alpha_l sum_j delta_j k(s_j, s),      alpha_l = step_sizes[l] / normalizer(context)
+
+    or of another algorithm (:mod:`icrl_gym.algorithms`).
 
     Args:
         kernel: What states are compared with.
@@ -150,7 +229,13 @@ class InContextTransformer(nn.Module):
             2025; ``"none"`` by nothing.
         n_layers: L, if ``step_sizes`` is one number; ``math.inf`` for the limit of infinite depth, solved directly
             (:meth:`condition` only: a forward pass has an end).
-        ridge: rho of the infinite depth, in units of the kernel's values per transition. Default 1e-4.
+        algorithm: What a layer is a step of: ``"td"``, ``"td_lambda"``, ``"residual_gradient"``, ``"average_reward"`` (values are
+            then relative to the mean reward, and ``gamma`` has no part in the layers) or ``"monte_carlo"``.
+        trace_decay: lambda of ``"td_lambda"``; default 0.9.
+        acceleration: ``"none"``: plain steps. ``"conjugate"``: conjugate directions and the best step along each, computed in the
+            context, for ``"residual_gradient"`` and ``"monte_carlo"``; it takes no ``step_sizes``, and no context makes it diverge.
+        ridge: rho, the decay of the coefficients, in units of the kernel's values per transition. Default 1e-4 for infinite
+            depth, 0 for layers.
         value_shift: Take the slow constant mode of TD out of the rewards first (reward centering), exactly:
             V = U + C and the layers find U.
         n_landmarks: Compare through so many states of the context (Nystrom), which makes every layer linear in the
@@ -189,6 +274,9 @@ class InContextTransformer(nn.Module):
         step_normalization: StepNormalization = "row_sum",
         *,
         n_layers: float | None = None,
+        algorithm: AlgorithmName = "td",
+        trace_decay: float | None = None,
+        acceleration: Acceleration = "none",
         ridge: float | None = None,
         value_shift: bool = False,
         n_landmarks: int | None = None,
@@ -212,18 +300,49 @@ class InContextTransformer(nn.Module):
             raise ValueError(f"n_landmarks must be at least 1, or None for every transition; got {n_landmarks}.")
         if n_landmarks is not None and not kernel.positive_definite:
             raise ValueError(f"landmarks need a positive definite kernel, got {kernel}. Use n_landmarks=None.")
+        if trace_decay is None:
+            trace_decay = 0.9 if algorithm == "td_lambda" else 0.0
+        self.algorithm = Algorithm(algorithm, float(trace_decay))
         self.infinite = n_layers == math.inf
         steps = _step_sizes(step_sizes, n_layers)
-        if not self.infinite and ridge is not None:
-            raise ValueError(f"ridge belongs to n_layers=math.inf; got ridge={ridge} with {len(steps)} layers.")
+        self._check_algorithm(kernel, acceleration, step_sizes, ridge, value_shift)
         if ridge is not None and not 0.0 <= ridge < math.inf:
             raise ValueError(f"ridge must be finite and not negative, got {ridge}.")
         self.kernel = kernel
         self.register_buffer("step_sizes", steps)
         self.register_buffer("gamma", torch.as_tensor(float(gamma), dtype=torch.float64))
-        self.step_normalization, self.offset = step_normalization, offset
-        self.ridge = (1e-4 if ridge is None else float(ridge)) if self.infinite else None
+        self.step_normalization, self.offset, self.acceleration = step_normalization, offset, acceleration
+        self.ridge = (1e-4 if self.infinite else 0.0) if ridge is None else float(ridge)
         self.value_shift, self.n_landmarks, self.n_features = bool(value_shift), n_landmarks, n_features
+
+    def _check_algorithm(
+        self, kernel: Kernel, acceleration: str, step_sizes: Any, ridge: float | None, value_shift: bool
+    ) -> None:
+        algorithm = self.algorithm
+        if acceleration not in get_args(Acceleration):
+            raise ValueError(f"acceleration must be one of {get_args(Acceleration)}, got {acceleration!r}.")
+        if acceleration == "conjugate":
+            if not algorithm.positive:
+                raise ValueError(
+                    f"conjugate layers need a positive semi-definite system, of algorithm='residual_gradient' or "
+                    f"'monte_carlo'; got {algorithm.name!r}."
+                )
+            if step_sizes is not None or self.infinite:
+                raise ValueError(
+                    "conjugate layers find their steps in the context and end somewhere: give a finite n_layers and no "
+                    "step_sizes."
+                )
+        if (algorithm.differences or acceleration == "conjugate") and not kernel.positive_definite:
+            raise ValueError(
+                f"algorithm={algorithm.name!r} with acceleration={acceleration!r} needs a positive definite kernel, got {kernel}. "
+                f"Use RBF, Laplacian, Matern, exponential or linear attention."
+            )
+        if algorithm.name == "average_reward" and value_shift:
+            raise ValueError("average_reward already takes the mean out of the rewards; leave value_shift out.")
+        if ridge and algorithm.has_trace and not self.infinite:
+            raise ValueError(
+                f"a ridge with traces needs n_layers=math.inf (tokens hold one of errors and coefficients); got ridge={ridge}."
+            )
 
     @property
     def n_layers(self) -> float:
@@ -242,7 +361,10 @@ class InContextTransformer(nn.Module):
         if self.n_features is None:
             raise ValueError("the number of features is not known yet: pass n_features, or embed a context first.")
         # Built on demand from the step sizes, so that the weights fit any d and training reaches them.
-        return [Layer(self.n_features, step, self.gamma) for step in self.step_sizes]
+        gamma, differences = self.algorithm.bootstrap_gamma(self.gamma), self.algorithm.differences
+        if self.acceleration == "conjugate":
+            return [ConjugateLayer(self.n_features, gamma, differences) for _ in self.step_sizes]
+        return [Layer(self.n_features, step, gamma, differences) for step in self.step_sizes]
 
     def embed(self, context: Context, query_states: Any) -> Prompt:
         """Write one prompt a query.
@@ -254,17 +376,20 @@ class InContextTransformer(nn.Module):
             query_states: (..., m, d)
 
         Returns:
-            Tokens (..., m, 2d+1, n+1) with their masks.
+            Tokens (..., m, 2d+1, n+1) with their masks; with conjugate layers (..., m, 2d+2, n+1), the last row but one zero.
         """
         queries = as_states(query_states, context)
         rewards, shift = self._shifted(context)
         self.n_features = context.n_features
         m = queries.shape[-2]
-        columns = torch.cat([context.states, context.next_states, rewards.unsqueeze(-1)], -1).transpose(-1, -2)
+        rows = [context.states, context.next_states, rewards.unsqueeze(-1)]
+        if self.acceleration == "conjugate":
+            rows.insert(2, torch.zeros_like(rows[2]))
+        columns = torch.cat(rows, -1).transpose(-1, -2)
         columns = columns.unsqueeze(-3).expand(*columns.shape[:-2], m, *columns.shape[-2:])
-        query = torch.cat(
-            [queries, torch.zeros_like(queries), -shift[..., None, None].expand(*queries.shape[:-1], 1)], -1
-        )
+        last = -shift[..., None, None].expand(*queries.shape[:-1], 1)
+        empty = queries.new_zeros(*queries.shape[:-1], columns.shape[-2] - context.n_features - 1)
+        query = torch.cat([queries, empty, last], -1)
         tokens = torch.cat([columns, query.unsqueeze(-1)], -1)
         is_query = torch.zeros(tokens.shape[-1], dtype=torch.bool, device=tokens.device)
         is_query[-1] = True
@@ -273,7 +398,25 @@ class InContextTransformer(nn.Module):
         bootstrap = torch.nn.functional.pad(~context.terminated, (0, 1), value=self.offset == "centered")
         bootstrap = bootstrap.unsqueeze(-2).expand(*queries.shape[:-1], -1)
         landmarks, landmark_mask = self._landmarks(context)
-        return Prompt(tokens, keys, bootstrap, landmarks, landmark_mask)
+        gamma = self.gamma.to(rewards)
+
+        def with_query(matrix: Tensor) -> Tensor:
+            # The query's own row and column are those of the identity.
+            padded = torch.nn.functional.pad(matrix, (0, 1, 0, 1))
+            padded[..., -1, -1] = 1.0
+            return padded.unsqueeze(-3).expand(*queries.shape[:-1], *padded.shape[-2:])
+
+        algorithm = self.algorithm
+        reads = algorithm.name in ("average_reward", "monte_carlo")
+        return Prompt(
+            tokens,
+            keys,
+            bootstrap,
+            landmarks,
+            landmark_mask,
+            with_query(algorithm.trace_matrix(context, gamma)) if algorithm.has_trace else None,
+            with_query(algorithm.return_matrix(context, gamma)) if reads else None,
+        )
 
     def forward(self, prompt: Prompt) -> Float[Tensor, "*b m r c"]:
         """The tokens after L layers, computed literally: every token attends to every context token in every layer.
@@ -295,10 +438,27 @@ class InContextTransformer(nn.Module):
         states = prompt.tokens[..., :d, :].transpose(-1, -2)
         kernel = self._prompt_kernel(prompt, states)
         layers = self.layers
-        normalizer = self._normalizer(kernel, states, prompt.keys)
+        decay = self.ridge * prompt.keys.sum(-1).to(states)
+        normalizer = self._prompt_normalizer(prompt, kernel, decay)
+        if prompt.reading is not None:
+            read = (prompt.tokens[..., -1:, :] @ prompt.reading).where(
+                (prompt.keys | _is_last(prompt.keys)).unsqueeze(-2), 0.0
+            )
+            prompt = replace(prompt, tokens=torch.cat([prompt.tokens[..., :-1, :], read], -2))
+        start = torch.zeros_like(decay)
+        if self.acceleration == "conjugate":
+            # The first direction is the residual itself.
+            first = prompt.tokens[..., -1:, :] * prompt.keys.unsqueeze(-2)
+            start = first.squeeze(-2).square().sum(-1)
+            prompt = replace(
+                prompt, tokens=torch.cat([prompt.tokens[..., :-2, :], first, prompt.tokens[..., -1:, :]], -2)
+            )
         for index, layer in enumerate(layers):
             before = prompt
-            prompt = layer(prompt, kernel, normalizer)
+            if isinstance(layer, ConjugateLayer):
+                prompt = layer.step(prompt, kernel, decay, start)
+            else:
+                prompt = layer(prompt, kernel, normalizer, decay if self.ridge else None)
             _check_finite(prompt.tokens[..., -1, :], before.tokens[..., -1, :], index, len(layers))
         return prompt.tokens
 
@@ -320,6 +480,48 @@ class InContextTransformer(nn.Module):
         Raises:
             FloatingPointError: The layers diverge, or the fixed point does not exist.
         """
+        kernel, rewards, shift, gamma = self._given(context, landmarks, landmark_mask)
+        has_offset = self.offset == "centered"
+        if self.infinite:
+            return fixed_point(
+                kernel, context, self.algorithm, rewards, shift, gamma, self.ridge, has_offset=has_offset
+            )
+        problem, path, errors = self._layers_on(context, kernel, rewards, shift, gamma)
+        return problem.value_function(path[..., -1, :], errors, has_offset)
+
+    def coefficients_by_depth(
+        self, context: Context
+    ) -> tuple[System, Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
+        """The linear system of a context, and what the layers make of it.
+
+        Args:
+            context: (...) contexts of n transitions.
+
+        Returns:
+            The system, and the coefficients c and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
+
+        Raises:
+            ValueError: The depth is infinite.
+            FloatingPointError: The layers diverge.
+        """
+        if self.infinite:
+            raise ValueError("a transformer of infinite depth has no layers to follow; use a finite n_layers.")
+        return self._layers_on(context, *self._given(context))
+
+    def layer_steps(self, context: Context) -> Float[Tensor, "*b L"]:
+        """alpha_l: the step sizes of the layers on this context, divided by its normalizer.
+
+        Args:
+            context: (...) contexts.
+        """
+        kernel, rewards, shift, gamma = self._given(context)
+        problem, gram = system(kernel, context, self.algorithm, rewards, shift, gamma, self.ridge)
+        return self._alpha(problem, gram)
+
+    def _given(
+        self, context: Context, landmarks: Any = None, landmark_mask: Bool[Tensor, "*b M"] | None = None
+    ) -> tuple[Kernel, Float[Tensor, "*b n"], Float[Tensor, "*b"], Tensor]:
+        """The kernel as the context adapts it, rewards and shift, and the discount."""
         chosen, chosen_mask = (
             self._landmarks(context) if landmarks is None else (as_states(landmarks, context), landmark_mask)
         )
@@ -327,26 +529,24 @@ class InContextTransformer(nn.Module):
         if chosen is not None:
             kernel = NystromKernel(kernel, chosen, chosen_mask)
         rewards, shift = self._shifted(context)
-        gamma = self.gamma.to(rewards)
-        bootstrap = self.offset == "centered"
-        if self.infinite:
-            assert self.ridge is not None
-            return fixed_point(kernel, context, rewards, shift, gamma, self.ridge, has_offset=bootstrap)
-        return iterate(
-            kernel, context, rewards, shift, gamma, self.step_sizes.to(rewards), self._normalizer, has_offset=bootstrap
-        )
+        return kernel, rewards, shift, self.gamma.to(rewards)
 
-    def layer_steps(self, context: Context) -> Float[Tensor, "*b L"]:
-        """alpha_l: the step sizes of the layers on this context, divided by its normalizer.
+    def _layers_on(
+        self, context: Context, kernel: Kernel, rewards: Tensor, shift: Tensor, gamma: Tensor
+    ) -> tuple[System, Tensor, Tensor]:
+        problem, gram = system(kernel, context, self.algorithm, rewards, shift, gamma, self.ridge)
+        if self.acceleration == "conjugate":
+            return problem, *conjugate(problem, len(self.step_sizes))
+        return problem, *iterate(problem, self._alpha(problem, gram))
 
-        Without landmarks the coefficients after l layers are ``(alpha_0 delta^(0) + ... + alpha_{l-1} delta^(l-1))``, with
-        the rows of :attr:`~icrl_gym.value_function.ValueFunction.td_errors` for delta.
-
-        Args:
-            context: (...) contexts.
-        """
-        kernel = self.kernel.adapted(context.states, context.mask)
-        normalizer = self._normalizer(kernel, context.states, context.mask)
+    def _alpha(self, problem: System, gram: Tensor) -> Float[Tensor, "*b L"]:
+        context = problem.context
+        normalizer = self._normalizer(problem.kernel, context.states, context.mask, gram)
+        if self.step_normalization == "row_sum":
+            normalizer = normalizer + problem.ridge
+            if self.algorithm.has_trace:
+                present = context.mask.to(problem.targets)
+                normalizer = normalizer * self.algorithm.traced(present, context, problem.gamma).amax(-1)
         return self.step_sizes.to(normalizer) / normalizer.unsqueeze(-1)
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
@@ -365,7 +565,8 @@ class InContextTransformer(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         depth = f"n_layers={self.n_layers}"
-        return f"{depth}, gamma={float(self.gamma):g}, step_normalization={self.step_normalization!r}"
+        algorithm = f"algorithm={self.algorithm.name!r}, acceleration={self.acceleration!r}"
+        return f"{depth}, gamma={float(self.gamma):g}, step_normalization={self.step_normalization!r}, {algorithm}"
 
     def _shifted(self, context: Context) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b"]]:
         if not self.value_shift:
@@ -386,16 +587,46 @@ class InContextTransformer(nn.Module):
             return torch.ones_like(n)
         if self.step_normalization == "length":
             return n.clamp_min(1.0)
-        if isinstance(kernel, NystromKernel):
+        if gram is not None:
+            sums = gram.abs().sum(-1)
+        elif isinstance(kernel, NystromKernel):
             # Phi^T Phi (M x M) has the eigenvalues of Phi Phi^T (n x n), and costs n M^2 instead of n^2 M.
             features = kernel.features(states) * mask.unsqueeze(-1)
             sums = (features.transpose(-1, -2) @ features).abs().sum(-1)
         else:
-            gram = kernel(states, states, mask) if gram is None else gram
-            sums = (gram.abs() * mask.unsqueeze(-2)).sum(-1)
+            sums = (kernel(states, states, mask).abs() * mask.unsqueeze(-2)).sum(-1)
         largest = sums.amax(-1) if sums.shape[-1] else torch.zeros_like(n)
         # A kernel that is zero on the whole context moves nothing, whatever the step.
         return torch.where(largest > 0, largest, 1.0)
+
+    def _prompt_normalizer(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b m"]) -> Float[Tensor, "*b m"]:
+        """The normalizer from what the tokens hold."""
+        d = (prompt.tokens.shape[-2] - 1) // 2
+        states, next_states = (
+            prompt.tokens[..., :d, :].transpose(-1, -2),
+            prompt.tokens[..., d : 2 * d, :].transpose(-1, -2),
+        )
+        gram = None
+        if self.algorithm.differences:
+            # k(s_j, .) - beta_j k(s'_j, .) against each other, or their M features.
+            beta = (self.gamma.to(states) * (prompt.bootstrap & prompt.keys)).unsqueeze(-1)
+            if isinstance(kernel, NystromKernel):
+                features = (kernel.features(states) - beta * kernel.features(next_states)) * prompt.keys.unsqueeze(-1)
+                gram = features.transpose(-1, -2) @ features
+            else:
+                both = torch.cat([states, next_states], -2)
+                mask = torch.cat([prompt.keys, prompt.keys], -1)
+                values = kernel(both, both, mask) * mask.unsqueeze(-2)
+                half = states.shape[-2]
+                values = values[..., :half, :] - beta * values[..., half:, :]
+                gram = values[..., :half] - values[..., half:] * beta.transpose(-1, -2)
+        normalizer = self._normalizer(kernel, states, prompt.keys, gram)
+        if self.step_normalization == "row_sum":
+            normalizer = normalizer + decay
+            if prompt.traces is not None:
+                columns = (prompt.traces * prompt.keys.unsqueeze(-1)).sum(-2)
+                normalizer = normalizer * (columns * prompt.keys).amax(-1)
+        return normalizer
 
     def _prompt_kernel(self, prompt: Prompt, states: Float[Tensor, "*b c d"]) -> Kernel:
         kernel = self.kernel.adapted(states, prompt.keys)
@@ -420,6 +651,13 @@ def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
             f"expected states of shape (..., m, {context.n_features}) like those of the context, got {tuple(tensor.shape)}."
         )
     return tensor.expand(*context.batch_shape, *tensor.shape[-2:])
+
+
+def _is_last(keys: Bool[Tensor, "*b c"]) -> Bool[Tensor, "*b c"]:
+    """True in the column of the query."""
+    last = torch.zeros_like(keys)
+    last[..., -1] = True
+    return last
 
 
 def spread_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Bool[Tensor, "*b M"]]:

@@ -389,7 +389,7 @@ def test_layers_that_diverge_name_the_layer_the_norm_and_the_remedy():
         ({"step_sizes": [1.0, math.nan]}, "step_sizes must be finite"),
         ({"step_sizes": [1.0], "n_layers": 2}, "expected 2 step sizes"),
         ({"step_sizes": [1.0], "n_layers": math.inf}, "takes no step_sizes"),
-        ({"step_sizes": [1.0], "ridge": 0.1}, "ridge belongs to n_layers=math.inf"),
+        ({"step_sizes": [1.0], "ridge": -0.1}, "ridge must be finite and not negative"),
         ({"n_layers": math.inf, "ridge": -1.0}, "ridge must be finite and not negative"),
         ({"step_sizes": [1.0], "n_landmarks": 0}, "n_landmarks must be at least 1"),
     ],

@@ -1,0 +1,162 @@
+"""The policy-evaluation algorithms that layers can carry out, as four choices in one linear problem.
+
+A value function is V = C + sum_j c_j kappa_j, the error of transition i is delta = y - A c, and a layer moves
+
+    c <- c + alpha (W delta - rho n c),        A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i)
+
+| algorithm           | kappa_j                             | target y_i       | discount beta_i         | trace W           |
+| ------------------- | ----------------------------------- | ---------------- | ----------------------- | ----------------- |
+| `td`                | k(s_j, .)                           | r_i              | gamma (1 - terminated)  | identity          |
+| `td_lambda`         | k(s_j, .)                           | r_i              | gamma (1 - terminated)  | sum of (gamma lambda)^l |
+| `residual_gradient` | k(s_j, .) - beta_j k(s'_j, .)       | r_i              | gamma (1 - terminated)  | identity          |
+| `average_reward`    | k(s_j, .)                           | r_i - mean of r  | 1 - terminated          | identity          |
+| `monte_carlo`       | k(s_j, .)                           | return of i      | 0                       | identity          |
+
+What runs along a trajectory, a trace or a return, goes on from transition i to i+1 only where the trajectory does: neither
+terminated nor truncated, and s'_i = s_{i+1}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from icrl_gym._typing import Float
+from icrl_gym.context import Context
+
+__all__ = ["Algorithm", "AlgorithmName", "discounted_sums", "goes_on"]
+
+AlgorithmName = Literal["td", "td_lambda", "residual_gradient", "average_reward", "monte_carlo"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a layer does with a context.
+
+    Attributes:
+        name: See the table above.
+        trace_decay: lambda of ``td_lambda``, in [0, 1].
+
+    Raises:
+        ValueError: An unknown name, or a trace decay outside [0, 1] or for an algorithm that has none.
+
+    Source: Wang et al. 2025, sections 4 and 5 (TD, TD(lambda), residual gradient and average-reward TD by linear attention);
+    Baird 1995 (residual gradient); Sutton and Barto 2018, chapters 9, 10 and 12.
+    """
+
+    name: AlgorithmName = "td"
+    trace_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no algorithm."""
+        if self.name not in get_args(AlgorithmName):
+            raise ValueError(f"algorithm must be one of {', '.join(get_args(AlgorithmName))}; got {self.name!r}.")
+        if not 0.0 <= self.trace_decay <= 1.0:
+            raise ValueError(f"trace_decay (lambda) must lie in [0, 1], got {self.trace_decay}.")
+        if self.trace_decay and self.name != "td_lambda":
+            raise ValueError(
+                f"trace_decay belongs to algorithm='td_lambda'; got trace_decay={self.trace_decay} with {self.name!r}."
+            )
+
+    @property
+    def differences(self) -> bool:
+        """Whether the value function is made of differences k(s_j, .) - beta_j k(s'_j, .), each transition at both its ends."""
+        return self.name == "residual_gradient"
+
+    @property
+    def positive(self) -> bool:
+        """Whether the matrix A is symmetric and positive semi-definite for every context, so that some step always contracts."""
+        return self.name in ("residual_gradient", "monte_carlo")
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether W is more than the identity."""
+        return self.trace_decay > 0
+
+    def bootstrap_gamma(self, gamma: Tensor) -> Tensor:
+        """What multiplies the value of a next state that is no end: gamma, 1 for average reward, 0 for Monte Carlo."""
+        if self.name == "average_reward":
+            return torch.ones_like(gamma)
+        return torch.zeros_like(gamma) if self.name == "monte_carlo" else gamma
+
+    def discount(self, context: Context, gamma: Tensor) -> Float[Tensor, "*b n"]:
+        """beta_i (..., n), zero at terminated transitions and in empty places."""
+        return self.bootstrap_gamma(gamma) * (~context.terminated & context.mask).to(context.rewards)
+
+    def targets(self, context: Context, rewards: Float[Tensor, "*b n"], gamma: Tensor) -> Float[Tensor, "*b n"]:
+        """y_i (..., n), zero in empty places.
+
+        A return ends where its trajectory does in the context. What would have come after a cut counts as zero, which with the
+        value shift means "as on average".
+        """
+        rewards = rewards * context.mask
+        if self.name == "average_reward":
+            n = context.mask.sum(-1, keepdim=True).clamp_min(1)
+            return (rewards - rewards.sum(-1, keepdim=True) / n) * context.mask
+        return discounted_sums(rewards, goes_on(context), gamma) if self.name == "monte_carlo" else rewards
+
+    def traced(self, errors: Tensor, context: Context, gamma: Tensor) -> Tensor:
+        """W delta: for each transition, the sum of (gamma lambda)^l delta_{i+l} along its trajectory.
+
+        Args:
+            errors: (..., n), or several rows of such (..., k, n).
+            context: (...) contexts.
+            gamma: The discount.
+        """
+        if not self.has_trace:
+            return errors
+        follows = goes_on(context)
+        follows = follows.unsqueeze(-2) if errors.ndim > follows.ndim else follows
+        return discounted_sums(errors, follows, gamma * self.trace_decay)
+
+    def trace_matrix(self, context: Context, gamma: Tensor) -> Float[Tensor, "*b n n"]:
+        """M (..., n, n) with (delta M)_j = (W delta)_j: column j holds (gamma lambda)^(i-j) for the i that follow j."""
+        return _sums_matrix(context, gamma * self.trace_decay)
+
+    def return_matrix(self, context: Context, gamma: Tensor) -> Float[Tensor, "*b n n"]:
+        """(..., n, n) that takes the row of rewards to the row of targets: rewards @ matrix = y."""
+        n = len(context)
+        identity = torch.eye(n, dtype=context.rewards.dtype, device=context.rewards.device)
+        if self.name == "monte_carlo":
+            return _sums_matrix(context, gamma)
+        if self.name == "average_reward":
+            present = context.mask.to(identity)
+            return identity - present.unsqueeze(-2) / present.sum(-1).clamp_min(1.0)[..., None, None]
+        return identity.expand(*context.batch_shape, n, n)
+
+
+def goes_on(context: Context) -> Tensor:
+    """Whether transition i+1 follows from transition i, (..., n) bool; False for the last."""
+    follows = (context.next_states[..., :-1, :] == context.states[..., 1:, :]).all(-1)
+    follows = follows & context.mask[..., :-1] & context.mask[..., 1:]
+    follows = follows & ~context.terminated[..., :-1] & ~context.truncated[..., :-1]
+    return torch.nn.functional.pad(follows, (0, min(len(context), 1)), value=False)
+
+
+def discounted_sums(values: Float[Tensor, "*b n"], follows: Tensor, decay: Tensor | float) -> Float[Tensor, "*b n"]:
+    """x_i + decay x_{i+1} + decay^2 x_{i+2} + ... as far as each follows from the one before, in log2(n) steps.
+
+    Args:
+        values: (..., n)
+        follows: (..., n) bool, as :func:`goes_on` gives it.
+        decay: In [0, 1].
+    """
+    weight = follows.to(values) * decay
+    reach = 1
+    while reach < values.shape[-1]:
+        # Sums over `reach` transitions become sums over twice as many.
+        pad = (0, reach)
+        values = values + weight * torch.nn.functional.pad(values[..., reach:], pad)
+        weight = weight * torch.nn.functional.pad(weight[..., reach:], pad)
+        reach *= 2
+    return values
+
+
+def _sums_matrix(context: Context, decay: Tensor | float) -> Float[Tensor, "*b n n"]:
+    identity = torch.eye(len(context), dtype=context.rewards.dtype, device=context.rewards.device)
+    rows = identity.expand(*context.batch_shape, *identity.shape)
+    # Row i of the sums of unit vectors: what x_i adds to the sum of each transition.
+    return discounted_sums(rows, goes_on(context).unsqueeze(-2), decay)

@@ -1,0 +1,357 @@
+"""From a context to coefficients: layers as steps on a linear system, the same with conjugate directions, and the limit of depth.
+
+A context, a kernel and an algorithm (:mod:`icrl_gym.algorithms`) make the system
+
+    (W A + rho n I) c = W y,      A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i)
+
+and every layer moves c along what is left of its right side, e = W (y - A c) - rho n c. A plain layer moves alpha_l e; a
+conjugate layer moves along the part of e that the layers before have not settled, as far as is best (Hestenes and Stiefel 1952),
+which no step size has to be chosen for, but which needs a positive semi-definite system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from icrl_gym._typing import Bool, Float
+from icrl_gym.algorithms import Algorithm
+from icrl_gym.context import Context
+from icrl_gym.kernels import Kernel, NystromKernel
+from icrl_gym.value_function import ValueFunction, divergence, expand, temporal_difference
+
+__all__ = ["System", "conjugate", "conjugate_step", "fixed_point", "iterate", "key_values", "system"]
+
+
+@dataclass(frozen=True)
+class System:
+    """The linear system of a context, as products with its matrix.
+
+    Attributes:
+        kernel: k; a :class:`~icrl_gym.kernels.NystromKernel` makes a product linear in n.
+        context: (...) contexts of n transitions.
+        algorithm: What kappa, y, beta and W are.
+        gamma: The discount.
+        targets: (..., n), y.
+        shift: (...), what is added to every value.
+        discount: (..., n), beta.
+        ridge: (...), rho n.
+        matrix: A (..., n, n); through landmarks (..., n, M), the factor F of A = F P.
+        factor: P (..., M, n) of landmarks, else None.
+    """
+
+    kernel: Kernel
+    context: Context
+    algorithm: Algorithm
+    gamma: Tensor
+    targets: Float[Tensor, "*b n"]
+    shift: Float[Tensor, "*b"]
+    discount: Float[Tensor, "*b n"]
+    ridge: Float[Tensor, "*b"]
+    matrix: Float[Tensor, "*b n p"]
+    factor: Float[Tensor, "*b p n"] | None
+
+    def times(self, coefficients: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+        """A c: what coefficients take away from the errors."""
+        return _apply(self.matrix, coefficients if self.factor is None else _apply(self.factor, coefficients))
+
+    def residual(self, errors: Float[Tensor, "*b n"], coefficients: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+        """The right side's remainder, e = W delta - rho n c."""
+        return self.algorithm.traced(errors, self.context, self.gamma) - self.ridge.unsqueeze(-1) * coefficients
+
+    def value_function(
+        self, coefficients: Float[Tensor, "*b n"], td_errors: Float[Tensor, "*b l n"], has_offset: bool
+    ) -> ValueFunction:
+        """The value function of coefficients of the transitions."""
+        if isinstance(self.kernel, NystromKernel):
+            assert self.factor is not None
+            weights = _apply(self.kernel.root.to(coefficients), _apply(self.factor, coefficients))
+            centers, mask = self.kernel.landmarks, self.kernel.mask
+            offset = self.algorithm.bootstrap_gamma(self.gamma) * has_offset
+            return _value_function(self.kernel.base, centers, mask, weights, self.shift, offset, td_errors)
+        centers, mask = self.context.states, self.context.mask
+        if self.algorithm.differences:
+            centers = torch.cat([centers, self.context.next_states], -2)
+            coefficients = torch.cat([coefficients, -self.discount.to(coefficients) * coefficients], -1)
+            mask = torch.cat([mask, mask], -1)
+        offset = self.algorithm.bootstrap_gamma(self.gamma) * has_offset
+        return _value_function(self.kernel, centers, mask, coefficients, self.shift, offset, td_errors)
+
+
+def system(
+    kernel: Kernel,
+    context: Context,
+    algorithm: Algorithm,
+    rewards: Float[Tensor, "*b n"],
+    shift: Float[Tensor, "*b"],
+    gamma: Tensor,
+    ridge: float = 0.0,
+) -> tuple[System, Float[Tensor, "*b k k"]]:
+    """The system of a context, and the matrix whose row sums bound its top eigenvalue from above.
+
+    That matrix is k(s_j, s_i), or <kappa_j, kappa_i> where transitions count at both their ends; through landmarks, the M x M
+    matrix of the same eigenvalues.
+
+    Args:
+        kernel: k, adapted to the context.
+        context: (...) contexts.
+        algorithm: What the layers do.
+        rewards: (..., n), shifted if values are.
+        shift: (...), what is added to every value again.
+        gamma: The discount.
+        ridge: rho.
+    """
+    discount = algorithm.discount(context, gamma)
+    targets = algorithm.targets(context, rewards, gamma)
+    weight = ridge * context.mask.sum(-1).to(rewards)
+    factor: Tensor | None = None
+    if isinstance(kernel, NystromKernel):
+        here, difference = temporal_difference(kernel.base, kernel.landmarks, context, kernel.mask, discount)
+        root = kernel.root.to(rewards)
+        factor = root.transpose(-1, -2) @ (difference if algorithm.differences else here)
+        matrix = difference.transpose(-1, -2) @ root
+        gram = factor @ factor.transpose(-1, -2)
+    else:
+        here, difference = key_values(kernel, context, context, algorithm, discount, discount)
+        matrix = difference.transpose(-1, -2)
+        gram = matrix if algorithm.differences else here
+    return System(kernel, context, algorithm, gamma, targets, shift, discount, weight, matrix, factor), gram
+
+
+def key_values(
+    kernel: Kernel,
+    context: Context,
+    queries: Context,
+    algorithm: Algorithm,
+    discount: Float[Tensor, "*b n"],
+    query_discount: Float[Tensor, "*b m"],
+) -> tuple[Float[Tensor, "*b n m"], Float[Tensor, "*b n m"]]:
+    """kappa_j(s_i), and kappa_j(s_i) - beta_i kappa_j(s'_i), for the keys j of a context and other transitions i.
+
+    Args:
+        kernel: k.
+        context: (...) contexts of n transitions, the keys.
+        queries: (...) contexts of m transitions.
+        algorithm: Whether a key is a state or a difference.
+        discount: (..., n), beta of the keys.
+        query_discount: (..., m), beta of the queries.
+    """
+    here, difference = temporal_difference(kernel, context.states, queries, context.mask, query_discount)
+    if not algorithm.differences:
+        return here, difference
+    here_next, difference_next = temporal_difference(kernel, context.next_states, queries, context.mask, query_discount)
+    beta = discount.unsqueeze(-1)
+    return here - beta * here_next, difference - beta * difference_next
+
+
+def iterate(problem: System, alpha: Float[Tensor, "*b L"]) -> tuple[Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
+    """L plain layers: c <- c + alpha_l e.
+
+    Args:
+        problem: Of :func:`system`.
+        alpha: (..., L), the step of each layer, normalized.
+
+    Returns:
+        Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
+
+    Raises:
+        FloatingPointError: The layers diverge.
+    """
+    delta, coefficients = problem.targets, torch.zeros_like(problem.targets)
+    errors, path = [delta], [coefficients]
+    for step in alpha.unbind(-1):
+        moved = step.unsqueeze(-1) * problem.residual(delta, coefficients)
+        coefficients = coefficients + moved
+        delta = delta - problem.times(moved)
+        errors.append(delta)
+        path.append(coefficients)
+    td_errors = torch.stack(errors, -2)
+    if not bool(torch.isfinite(td_errors).all()):
+        finite = torch.isfinite(td_errors).all(-1).reshape(-1, td_errors.shape[-2]).all(0)
+        first = int((~finite).nonzero()[0])
+        raise divergence(first - 1, alpha.shape[-1], float(td_errors[..., max(first - 1, 0), :].abs().max()))
+    return torch.stack(path, -2), td_errors
+
+
+def conjugate(problem: System, n_layers: int) -> tuple[Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
+    """L conjugate layers: after each, c is the best of all that so many layers with any steps could reach.
+
+    Best in the norm of the system's matrix, where the distance to the fixed point falls with every layer, so no context makes
+    them diverge.
+
+    Args:
+        problem: A positive semi-definite one (``algorithm.positive``).
+        n_layers: L.
+
+    Returns:
+        Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
+    """
+    delta, coefficients = problem.targets, torch.zeros_like(problem.targets)
+    errors, path, residual = [delta], [coefficients], problem.residual(delta, coefficients)
+    direction, start = residual, residual.square().sum(-1)
+    for _ in range(n_layers):
+        taken = problem.times(direction)
+        change = taken + problem.ridge.unsqueeze(-1) * direction
+        step, residual, next_direction = conjugate_step(residual, direction, change, start)
+        coefficients = coefficients + step.unsqueeze(-1) * direction
+        delta = delta - step.unsqueeze(-1) * taken
+        direction = next_direction
+        errors.append(delta)
+        path.append(coefficients)
+    return torch.stack(path, -2), torch.stack(errors, -2)
+
+
+def conjugate_step(
+    residual: Float[Tensor, "*b n"],
+    direction: Float[Tensor, "*b n"],
+    change: Float[Tensor, "*b n"],
+    start: Float[Tensor, "*b"],
+) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b n"], Float[Tensor, "*b n"]]:
+    """How far to go along a direction, what is left of the residual, and the next direction.
+
+    Args:
+        residual: (..., n), e.
+        direction: (..., n), p.
+        change: (..., n), (A + rho n I) p.
+        start: (...), the square of the first residual; a residual of its rounding is taken for zero, and nothing moves any more.
+
+    Source: Hestenes and Stiefel 1952; Saad 2003, section 6.7.
+    """
+    square, curvature = residual.square().sum(-1), (direction * change).sum(-1)
+    settled = (square <= 1e-26 * start) | ~(curvature > 0)
+    step = torch.where(settled, 0.0, square / torch.where(settled, 1.0, curvature))
+    left = residual - step.unsqueeze(-1) * change
+    ratio = torch.where(settled, 0.0, left.square().sum(-1) / torch.where(settled, 1.0, square))
+    return step, left, left + ratio.unsqueeze(-1) * direction
+
+
+def fixed_point(
+    kernel: Kernel,
+    context: Context,
+    algorithm: Algorithm,
+    rewards: Float[Tensor, "*b n"],
+    shift: Float[Tensor, "*b"],
+    gamma: Tensor,
+    ridge: float,
+    has_offset: bool,
+) -> ValueFunction:
+    """Infinite depth: the value function that no further layer would change.
+
+        (W A + rho n I) c = W y                                           every transition its own center
+        (Phi^T W (Phi - beta Phi') / n + rho I) w = Phi^T W y / n         through landmarks, V(s) = phi(s) . w
+
+    (for the residual gradient with Phi - beta Phi' on both sides). TD with gamma = 0 and Monte Carlo are kernel ridge regression
+    with alpha = rho n. Solved in float64.
+
+    Args:
+        kernel: k; a :class:`~icrl_gym.kernels.NystromKernel` for the second form.
+        context: (...) contexts of n transitions.
+        algorithm: What the layers do.
+        rewards: (..., n), shifted if values are.
+        shift: (...), what is added to every value again.
+        gamma: The discount.
+        ridge: rho.
+        has_offset: Whether the literal read-out would carry an offset.
+
+    Raises:
+        FloatingPointError: The system has no unique solution.
+
+    Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD); Engel et al. 2005 (the residual gradient's, as
+    Gaussian process TD).
+    """
+    kind = rewards.dtype
+    given, context = context, context.to(dtype=torch.float64)
+    gamma, n = gamma.double(), context.n_transitions.double().clamp_min(1.0).unsqueeze(-1)
+    if not isinstance(kernel, NystromKernel):
+        problem, _ = system(kernel, context, algorithm, rewards.double(), shift, gamma, ridge)
+        right = algorithm.traced(problem.targets, context, gamma)
+        matrix = algorithm.traced(problem.matrix.transpose(-1, -2), context, gamma).transpose(-1, -2)
+        matrix = matrix + torch.diag_embed(ridge * n + (~context.mask).double())
+        solution = _solve(matrix, right, ridge)
+        errors = problem.targets - problem.times(solution)
+        _require_solved(matrix, solution, right, errors, ridge)
+        td_errors = torch.stack([problem.targets, errors], -2).to(kind)
+        return replace(problem, context=given, gamma=gamma.to(kind)).value_function(
+            solution.to(kind), td_errors, has_offset
+        )
+    # Block by block: each one's kernel values are used while they are still in the processor's cache.
+    root, landmarks = kernel.root, kernel.landmarks.double()
+    discount, targets = algorithm.discount(context, gamma), algorithm.targets(context, rewards.double(), gamma)
+    matrix, right = root.new_zeros(root.shape), root.new_zeros(root.shape[:-1])
+    traced_targets = algorithm.traced(targets, context, gamma)
+    differences = []
+    present = None if bool(kernel.mask.all()) else kernel.mask
+    # A trace runs through the whole context.
+    for rows in [slice(0, len(context))] if algorithm.has_trace else blocks(len(context)):
+        here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, discount[..., rows])
+        keys = difference if algorithm.differences else here
+        right = right + _apply(keys, traced_targets[..., rows])
+        followed = algorithm.traced(difference, context, gamma) if algorithm.has_trace else difference
+        matrix = matrix + keys @ followed.transpose(-1, -2)
+        differences.append(difference)
+    # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
+    dead = (root.abs().sum(-2) == 0).double()
+    matrix = root.transpose(-1, -2) @ matrix @ root / n.unsqueeze(-1) + torch.diag_embed(ridge + dead)
+    right = _apply(root.transpose(-1, -2), right) / n
+    solution = _solve(matrix, right, ridge)
+    # V(s) = phi(s) . w = k(s, Z) (root w): coefficients of the landmarks themselves.
+    weights = _apply(root, solution)
+    predicted = [_apply(difference.transpose(-1, -2), weights) for difference in differences]
+    errors = targets - torch.cat(predicted, -1) if predicted else targets
+    _require_solved(matrix, solution, right, errors, ridge)
+    offset = algorithm.bootstrap_gamma(gamma).to(kind) * has_offset
+    td_errors = torch.stack([targets, errors], -2).to(kind)
+    return _value_function(kernel.base, kernel.landmarks, kernel.mask, weights.to(kind), shift, offset, td_errors)
+
+
+def blocks(n: int, size: int = 2048) -> list[slice]:
+    """Slices of at most ``size`` that cover n rows."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _solve(matrix: Float[Tensor, "*b p p"], right: Float[Tensor, "*b p"], ridge: float) -> Float[Tensor, "*b p"]:
+    solution, info = torch.linalg.solve_ex(matrix, right)
+    if bool((info != 0).any()):
+        raise _not_unique(ridge)
+    return solution
+
+
+def _require_solved(matrix: Tensor, solution: Tensor, right: Tensor, errors: Tensor, ridge: float) -> None:
+    # A system can be singular but for rounding: no pivot is zero, and yet the solution does not solve it.
+    unsolved = (_apply(matrix, solution) - right).norm(dim=-1) > 1e-3 * right.norm(dim=-1)
+    if bool(unsolved.any()) or not bool(torch.isfinite(errors).all()):
+        raise _not_unique(ridge)
+
+
+def _not_unique(ridge: float) -> FloatingPointError:
+    return FloatingPointError(
+        f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
+        f"the kernel can tell apart, or a kernel whose values are far too large). "
+        + (
+            "Set a larger one, or take a bounded kernel (RBF, Laplacian)."
+            if ridge
+            else "Set a positive ridge, 1e-4 say."
+        )
+    )
+
+
+def _apply(matrix: Float[Tensor, "*b i j"], vector: Float[Tensor, "*b j"]) -> Float[Tensor, "*b i"]:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _value_function(
+    kernel: Kernel,
+    centers: Float[Tensor, "*b c d"],
+    mask: Bool[Tensor, "*b c"],
+    coefficients: Float[Tensor, "*b c"],
+    shift: Float[Tensor, "*b"],
+    gamma: Tensor,
+    td_errors: Float[Tensor, "*b l n"],
+) -> ValueFunction:
+    """The value function whose literal read-out carries -gamma (V - C)(0); ``gamma`` is 0 where the query does not bootstrap."""
+    centers, coefficients = centers.to(coefficients), coefficients * mask
+    origin = centers.new_zeros(*centers.shape[:-2], 1, centers.shape[-1])
+    at_origin = expand(kernel, centers, mask, coefficients, origin).squeeze(-1)
+    return ValueFunction(kernel, centers, coefficients, mask, shift, -gamma * at_origin, td_errors)
