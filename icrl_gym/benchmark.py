@@ -5,17 +5,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import itertools
 import math
-import multiprocessing
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from icrl_gym.parallel import completed, spawned
 from icrl_gym.plots import learning_curves
 from icrl_gym.runs import RunFolder, write_whole
 from icrl_gym.statistics import bootstrap_interval
@@ -114,10 +112,9 @@ def _run_all(runs: dict[str, TrainConfig], jobs: int) -> None:
     if not runs:
         return
     failures: dict[str, Exception] = {}
-    # Spawned, not forked: torch and MuJoCo have threads that a fork would not take along.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context) as pool:
-        for done, (label, future) in enumerate(_completed(pool, runs, jobs), 1):
+    calls = {label: (run,) for label, run in runs.items()}
+    with ProcessPoolExecutor(min(jobs, len(runs)), **spawned()) as pool:
+        for done, (label, future) in enumerate(completed(train, calls, pool, jobs), 1):
             try:
                 folder = RunFolder(future.result())
             except Exception as error:
@@ -131,19 +128,6 @@ def _run_all(runs: dict[str, TrainConfig], jobs: int) -> None:
         if isinstance(failure, FloatingPointError):
             raise FloatingPointError(f"{label}: {failure}")
         raise RuntimeError(f"{label} failed; the same command tries it again") from failure
-
-
-def _completed(pool: Executor, runs: dict[str, TrainConfig], jobs: int) -> Iterator[tuple[str, Future[Path]]]:
-    """Runs as they end. No more of them are in the pool than it runs, so an interruption leaves none that would start."""
-    waiting = iter(runs.items())
-    running: dict[Future[Path], str] = {}
-    while True:
-        for label, run in itertools.islice(waiting, jobs - len(running)):
-            running[pool.submit(train, run)] = label
-        if not running:
-            return
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            yield running.pop(future), future
 
 
 def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:

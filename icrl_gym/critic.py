@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from icrl_gym._typing import Bool, Float
 from icrl_gym.context import Context
 from icrl_gym.kernels import Kernel, make_kernel, spread_rows
+from icrl_gym.metrics import standardization
 from icrl_gym.transformer import InContextTransformer, Offset, StepNormalization
 from icrl_gym.value_function import ValueFunction, expand
 
-__all__ = ["Evaluation", "InContextCritic", "standardization"]
+__all__ = ["Evaluation", "InContextCritic"]
 
 
 @dataclass(frozen=True)
@@ -336,36 +337,6 @@ class InContextCritic(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return f"n_features={self.n_features}, n_tasks={self.n_tasks}, standardize={self.standardize}"
-
-
-def standardization(
-    states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], floor: float = 0.05
-) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:
-    """Mean and scale of each feature of a context.
-
-    The scale is the standard deviation. A feature that hardly varies (its deviation below ``floor`` of the median one over
-    the features that vary at all, or below a millionth of its mean) is jitter or rounding: it is measured in units of the
-    feature that varies most, so that its noise stays small and a real change still counts. Divided by its own deviation it
-    would become one of the dominant features. A context whose states are all equal has the scale 1.
-
-    Args:
-        states: (..., n, d)
-        mask: (..., n) bool, False for an empty place.
-        floor: What counts as hardly any variation.
-
-    Returns:
-        (..., 1, d) and (..., 1, d), the second positive.
-    """
-    weight = mask.to(states).unsqueeze(-1)
-    n = weight.sum(-2, keepdim=True).clamp_min(1.0)
-    mean = (states * weight).sum(-2, keepdim=True) / n
-    deviation = (((states - mean) * weight).square().sum(-2, keepdim=True) / n).sqrt()
-    largest = deviation.amax(-1, keepdim=True)
-    # Rounding first, so that features which are constant but for it have no say in what is usual.
-    varies = (deviation > 1e-6 * mean.abs()) & (deviation > 1e-6 * largest)
-    usual = deviation.masked_fill(~varies, math.nan).nanmedian(-1, keepdim=True).values
-    scale = torch.where(varies & (deviation > floor * usual), deviation, largest)
-    return mean, torch.where(scale > 0, scale, 1.0)
 
 
 def _unit(states: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:

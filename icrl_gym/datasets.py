@@ -18,17 +18,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
 import operator
 import os
 import shutil
-import signal
-import threading
 import time
 import zlib
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -40,6 +36,7 @@ from gymnasium import spaces
 from icrl_gym._typing import Bool, Float, Int
 from icrl_gym.context import Context
 from icrl_gym.metaworld import MAX_EPISODE_STEPS, PAPER_DOMAINS, TASKS, ScriptedExpert, make_env, resolve_task
+from icrl_gym.parallel import completed, spawned
 from icrl_gym.runs import folder_lock, versions, write_whole
 from icrl_gym.wrappers.flattening import flattener
 
@@ -385,35 +382,17 @@ def _record_all(
                 result = error
             yield name, result
         return
-    # Spawned, not forked: torch and MuJoCo have threads that a fork would not take along.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool:
-        names = {pool.submit(_record, settings): name for name, settings in wanted.items()}
-        try:
-            for future in as_completed(names):
-                try:
-                    result = future.result()
-                except Exception as error:
-                    result = error
-                yield names.pop(future), result
-        finally:
-            # After an interruption: no further one is started.
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _start_worker() -> None:
-    # Ctrl-C reaches every process of a terminal; a worker has nothing to save and would only print a traceback.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in the background, as `nohup ... &` starts it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # A worker of a killed process would wait for its next job forever.
-        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _exit_with(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
+    calls = {name: (settings,) for name, settings in wanted.items()}
+    with (
+        ProcessPoolExecutor(jobs, **spawned()) as pool,
+        contextlib.closing(completed(_record, calls, pool, jobs)) as ended,
+    ):
+        for name, future in ended:
+            try:
+                result = future.result()
+            except Exception as error:
+                result = error
+            yield name, result
 
 
 # Files

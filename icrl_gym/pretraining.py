@@ -1,13 +1,15 @@
-"""Pretraining: step sizes and temperature of a transformer, by the TD loss on contexts of one domain.
+"""Pretraining: step sizes and temperature of a transformer, or all of its matrices, by the TD loss on contexts of one domain.
 
 The critic itself never learns. What is learned here, once, is how far each layer steps and at what distance states count as
-near; the weights that come out are fixed and serve other domains (He et al. 2026, section 4).
+near; the weights that come out are fixed and serve other domains (He et al. 2026, section 4). Or, to see whether training finds
+the construction, every key, query and value matrix (Wang et al. 2025, section 5); see :mod:`icrl_gym.learned`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,18 +21,20 @@ from torch import Tensor
 from icrl_gym.context import Context
 from icrl_gym.datasets import CollectConfig, Transitions, collect, contexts, load_transitions
 from icrl_gym.kernels import Kernel, LinearKernel, ReLUKernel, make_kernel
+from icrl_gym.learned import Initialization, LearnedTransformer
 from icrl_gym.runs import versions, write_whole
+from icrl_gym.similarity import similarity
 from icrl_gym.td_loss import td_loss_by_depth
-from icrl_gym.transformer import InContextTransformer, StepNormalization
+from icrl_gym.transformer import InContextTransformer, Offset, StepNormalization
 
-__all__ = ["PretrainConfig", "Pretrained", "pretrain", "split", "train_step_sizes"]
+__all__ = ["PretrainConfig", "Pretrained", "pretrain", "split", "train_matrices", "train_step_sizes"]
 
 KernelName = Literal["rbf", "laplacian", "matern", "exponential", "softmax", "relu", "linear"]
 
 
 @dataclass
 class PretrainConfig:
-    """Train a transformer's step sizes and temperature on one Meta-World domain, by the TD loss of held-out queries."""
+    """Train a transformer's step sizes and temperature, or its matrices, on one domain of Meta-World, by the held-out TD loss."""
 
     domain: str = "pick-place-v3"
     """The Meta-World task."""
@@ -65,11 +69,19 @@ class PretrainConfig:
     steps: int = 200
     """Steps of each."""
     seed: int = 0
-    """Of the contexts drawn. The data are those of seed 0."""
+    """Of the contexts drawn, and of random matrices. The data are those of seed 0."""
     root: str | None = None
     """Where datasets are (None: Minari's own folder)."""
     out: str | None = None
-    """Where the weights go; default pretrained/<domain>-<noise>-<kernel>-seed<seed>."""
+    """Where the weights go; default pretrained/<domain>-<noise>-<kernel>-seed<seed>(-matrices-<initialization>)."""
+    train: Literal["steps", "matrices"] = "steps"
+    """Step sizes and temperature, or every key, query and value matrix (take few layers and small batches: 4 and 4, say)."""
+    initialization: Initialization = "construction"
+    """What the matrices start from: unit steps of TD, or small random numbers."""
+    shared_layers: bool = False
+    """All layers have the same matrices."""
+    matrix_learning_rate: float = 0.001
+    """Of the matrices."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,7 @@ def train_step_sizes(data: Transitions, config: PretrainConfig) -> tuple[InConte
         batch, queries = contexts(data, config.n_context, config.batch_size, int(seed), config.n_queries)
         transformer = _transformer(config, log_steps.exp(), log_temperature.exp() if has_temperature else None)
         try:
-            loss, shown = _query_loss(transformer, batch, queries, config.semi_gradient)
+            loss, shown = _loss(transformer.condition(batch), transformer.gamma, queries, config.semi_gradient)
         except FloatingPointError:
             # The steps have grown too far: back off and go on.
             with torch.no_grad():
@@ -150,6 +162,48 @@ def train_step_sizes(data: Transitions, config: PretrainConfig) -> tuple[InConte
     return trained, losses
 
 
+def train_matrices(data: Transitions, config: PretrainConfig) -> tuple[LearnedTransformer, list[float]]:
+    """Minimize the TD loss of queries over every key, query and value matrix.
+
+    The offset of the read-out is removed at its source, so that the loss is that of the value itself, and the temperature stays:
+    the scales of K and Q do what it does.
+
+    Args:
+        data: Transitions of one domain; contexts are drawn within one episode, so within one goal.
+        config: The settings.
+
+    Returns:
+        The trained transformer, and the normalized held-out TD loss of each iteration's batch.
+
+    Raises:
+        ValueError: Episodes shorter than a context and its queries.
+    """
+    start = _construction(config, offset="removed")
+    learned = LearnedTransformer(
+        start, data.states.shape[-1], config.initialization, shared_layers=config.shared_layers, seed=config.seed
+    )
+    matrices = list(learned.parameters())
+    optimizer = torch.optim.Adam(matrices, lr=config.matrix_learning_rate)
+    losses = []
+    for seed in np.random.SeedSequence([config.seed, 1]).generate_state(config.iterations):
+        batch, queries = contexts(data, config.n_context, config.batch_size, int(seed), config.n_queries)
+        try:
+            loss, shown = _loss(_answers(learned, batch), learned.construction.gamma, queries, config.semi_gradient)
+        except FloatingPointError:
+            # The layers have grown too far: back off and go on.
+            with torch.no_grad():
+                for head in learned.heads:
+                    head.value *= 0.6
+            losses.append(math.inf)
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(matrices, 1.0)
+        optimizer.step()
+        losses.append(float(shown))
+    return learned.requires_grad_(False), losses
+
+
 def pretrain(config: PretrainConfig) -> Path:
     """Train, and write the weights with a card.
 
@@ -157,13 +211,18 @@ def pretrain(config: PretrainConfig) -> Path:
         config: The settings.
 
     Returns:
-        The folder, which :meth:`InContextTransformer.from_pretrained` reads.
+        The folder, which :meth:`InContextTransformer.from_pretrained` reads, or :meth:`LearnedTransformer.from_pretrained` if all
+        matrices were trained.
 
     Raises:
         ValueError: Settings that cannot work.
         ImportError: Minari or safetensors is missing.
     """
     name = f"{config.domain}-{config.noise}-{config.kernel}-seed{config.seed}"
+    if config.train == "matrices":
+        return _pretrain_matrices(
+            config, Path(config.out or Path("pretrained") / f"{name}-matrices-{config.initialization}")
+        )
     folder = Path(config.out or Path("pretrained") / name)
     result = pretrained(config)
     result.transformer.save_pretrained(folder)
@@ -185,16 +244,61 @@ def pretrained(config: PretrainConfig) -> Pretrained:
     """Train, and measure on goals that were not trained on."""
     transformer, losses = train_step_sizes(split(config, train=True), config)
     batch, queries = contexts(split(config, train=False), config.n_context, 32, config.seed, config.n_queries)
-    start = torch.tensor(config.temperature, dtype=torch.float64)
-    construction = _transformer(config, torch.ones(config.n_layers, dtype=torch.float64), start)
     before, after = (
-        float(td_loss_by_depth(t, batch, queries)[1][:, -1].nanmean()) for t in (construction, transformer)
+        float(td_loss_by_depth(t, batch, queries)[1][:, -1].nanmean()) for t in (_construction(config), transformer)
     )
     return Pretrained(transformer, losses, (before, after))
 
 
-def _transformer(config: PretrainConfig, steps: Tensor, temperature: Tensor | None) -> InContextTransformer:
-    return InContextTransformer(_kernel(config.kernel, temperature), steps, config.gamma, config.step_normalization)
+def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
+    learned, _ = train_matrices(split(config, train=True), config)
+    # As many queries as it takes to tell implicit weights apart, whatever the training asked for.
+    n_queries = max(config.n_queries, learned.n_features)
+    batch, queries = contexts(split(config, train=False), config.n_context, 32, config.seed, n_queries)
+    with torch.no_grad():
+        before = _held_out(learned.construction.condition(batch), learned.construction.gamma, queries)
+        after = _held_out(_answers(learned, batch), learned.construction.gamma, queries)
+    measured = similarity(learned, batch, queries.states).as_dict()
+    learned.save_pretrained(folder)
+    card = {
+        "trained_by": "icrl-gym pretrain --train matrices",
+        "config": asdict(config),
+        "versions": versions(),
+        "held_out_td_loss_of_the_construction": before,
+        "held_out_td_loss": after,
+        # JSON has no NaN.
+        "similarity_to_the_construction": {k: v if math.isfinite(v) else None for k, v in measured.items()},
+    }
+    write_whole(folder / "card.json", json.dumps(card, indent=2) + "\n")
+    print(
+        f"held-out TD loss, normalized: {before:.4f} of the construction, {after:.4f} of the learned matrices; {folder}"
+    )
+    print("beside the construction: " + ", ".join(f"{k.replace('_', ' ')} {v:.3f}" for k, v in measured.items()))
+    return folder
+
+
+def _answers(learned: LearnedTransformer, batch: Context) -> Callable[[Tensor], Tensor]:
+    return lambda states: learned.values(batch, states)
+
+
+def _held_out(value: Callable[[Tensor], Tensor], gamma: Tensor, queries: Context) -> float:
+    """The mean over contexts of mean delta^2 / mean r^2, as :func:`~icrl_gym.td_loss.td_loss_by_depth` has it after the last layer."""
+    target = queries.rewards + gamma * (~queries.terminated) * value(queries.next_states)
+    scale = queries.rewards.square().mean(-1)
+    error = (target - value(queries.states)).square().mean(-1)
+    return float((error / torch.where(scale > 0, scale, math.nan)).nanmean())
+
+
+def _construction(config: PretrainConfig, offset: Offset = "centered") -> InContextTransformer:
+    steps = torch.ones(config.n_layers, dtype=torch.float64)
+    return _transformer(config, steps, torch.tensor(config.temperature, dtype=torch.float64), offset)
+
+
+def _transformer(
+    config: PretrainConfig, steps: Tensor, temperature: Tensor | None, offset: Offset = "centered"
+) -> InContextTransformer:
+    kernel = _kernel(config.kernel, temperature)
+    return InContextTransformer(kernel, steps, config.gamma, config.step_normalization, offset=offset)
 
 
 def _kernel(name: KernelName, temperature: Tensor | None) -> Kernel:
@@ -204,13 +308,12 @@ def _kernel(name: KernelName, temperature: Tensor | None) -> Kernel:
     return type(kernel)(temperature)
 
 
-def _query_loss(
-    transformer: InContextTransformer, batch: Context, queries: Context, semi_gradient: bool
+def _loss(
+    value: Callable[[Tensor], Tensor], gamma: Tensor, queries: Context, semi_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """The loss to differentiate, and its value as the experiments normalize it."""
-    value = transformer.condition(batch)
     following = value(queries.next_states)
-    target = queries.rewards + transformer.gamma * (~queries.terminated) * following
+    target = queries.rewards + gamma * (~queries.terminated) * following
     target = target.detach() if semi_gradient else target
     error = (target - value(queries.states)).square().mean()
     # One scale for the whole batch: a context whose queries happen to have next to no reward must not decide the step of all.

@@ -37,7 +37,8 @@ class System:
         targets: (..., n), y.
         shift: (...), what is added to every value.
         discount: (..., n), beta.
-        ridge: (...), rho n.
+        ridge: (...), rho n; for the residual gradient rho sum_j <kappa_j, kappa_j>, which for kernels with k(s, s) = 1 is what n is
+            to the others.
         matrix: A (..., n, n); through landmarks (..., n, M), the factor F of A = F P.
         factor: P (..., M, n) of landmarks, else None.
     """
@@ -105,7 +106,6 @@ def system(
     """
     discount = algorithm.discount(context, gamma)
     targets = algorithm.targets(context, rewards, gamma)
-    weight = ridge * context.mask.sum(-1).to(rewards)
     factor: Tensor | None = None
     if isinstance(kernel, NystromKernel):
         here, difference = temporal_difference(kernel.base, kernel.landmarks, context, kernel.mask, discount)
@@ -117,7 +117,8 @@ def system(
         here, difference = key_values(kernel, context, context, algorithm, discount, discount)
         matrix = difference.transpose(-1, -2)
         gram = matrix if algorithm.differences else here
-    return System(kernel, context, algorithm, gamma, targets, shift, discount, weight, matrix, factor), gram
+    size = trace(gram) if algorithm.differences else context.mask.sum(-1).to(rewards)
+    return System(kernel, context, algorithm, gamma, targets, shift, discount, ridge * size, matrix, factor), gram
 
 
 def key_values(
@@ -242,8 +243,8 @@ def fixed_point(
         (W A + rho n I) c = W y                                           every transition its own center
         (Phi^T W (Phi - beta Phi') / n + rho I) w = Phi^T W y / n         through landmarks, V(s) = phi(s) . w
 
-    (for the residual gradient with Phi - beta Phi' on both sides). TD with gamma = 0 and Monte Carlo are kernel ridge regression
-    with alpha = rho n. Solved in float64.
+    (for the residual gradient with Phi - beta Phi' on both sides, and rho times the trace of what it is added to). TD with
+    gamma = 0 and Monte Carlo are kernel ridge regression with alpha = rho n. Solved in float64.
 
     Args:
         kernel: k; a :class:`~icrl_gym.kernels.NystromKernel` for the second form.
@@ -268,7 +269,7 @@ def fixed_point(
         problem, _ = system(kernel, context, algorithm, rewards.double(), shift, gamma, ridge)
         right = algorithm.traced(problem.targets, context, gamma)
         matrix = algorithm.traced(problem.matrix.transpose(-1, -2), context, gamma).transpose(-1, -2)
-        matrix = matrix + torch.diag_embed(ridge * n + (~context.mask).double())
+        matrix = matrix + torch.diag_embed(problem.ridge.unsqueeze(-1) + (~context.mask).double())
         solution = _solve(matrix, right, ridge)
         errors = problem.targets - problem.times(solution)
         _require_solved(matrix, solution, right, errors, ridge)
@@ -293,7 +294,9 @@ def fixed_point(
         differences.append(difference)
     # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
     dead = (root.abs().sum(-2) == 0).double()
-    matrix = root.transpose(-1, -2) @ matrix @ root / n.unsqueeze(-1) + torch.diag_embed(ridge + dead)
+    matrix = root.transpose(-1, -2) @ matrix @ root / n.unsqueeze(-1)
+    size = trace(matrix).unsqueeze(-1) if algorithm.differences else 1.0
+    matrix = matrix + torch.diag_embed(ridge * size + dead)
     right = _apply(root.transpose(-1, -2), right) / n
     solution = _solve(matrix, right, ridge)
     # V(s) = phi(s) . w = k(s, Z) (root w): coefficients of the landmarks themselves.
@@ -304,6 +307,11 @@ def fixed_point(
     offset = algorithm.bootstrap_gamma(gamma).to(kind) * has_offset
     td_errors = torch.stack([targets, errors], -2).to(kind)
     return _value_function(kernel.base, kernel.landmarks, kernel.mask, weights.to(kind), shift, offset, td_errors)
+
+
+def trace(matrix: Float[Tensor, "*b p p"]) -> Float[Tensor, "*b"]:
+    """The sum of the diagonal."""
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def blocks(n: int, size: int = 2048) -> list[slice]:

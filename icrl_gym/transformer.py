@@ -32,7 +32,7 @@ from icrl_gym._typing import Bool, Float
 from icrl_gym.algorithms import Algorithm, AlgorithmName
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
-from icrl_gym.solvers import System, conjugate, conjugate_step, fixed_point, iterate, system
+from icrl_gym.solvers import System, conjugate, conjugate_step, fixed_point, iterate, system, trace
 from icrl_gym.value_function import ValueFunction, divergence, reward_center
 
 __all__ = ["Acceleration", "AttentionHead", "ConjugateLayer", "InContextTransformer", "Layer", "Prompt"]
@@ -234,8 +234,9 @@ class InContextTransformer(nn.Module):
         trace_decay: lambda of ``"td_lambda"``; default 0.9.
         acceleration: ``"none"``: plain steps. ``"conjugate"``: conjugate directions and the best step along each, computed in the
             context, for ``"residual_gradient"`` and ``"monte_carlo"``; it takes no ``step_sizes``, and no context makes it diverge.
-        ridge: rho, the decay of the coefficients, in units of the kernel's values per transition. Default 1e-4 for infinite
-            depth, 0 for layers.
+        ridge: rho, the decay of the coefficients, in units of the kernel's values per transition (of the residual gradient: of
+            the mean square of its differences k(s, .) - gamma k(s', .), whatever gamma and the temperature make of them).
+            Default 1e-4 for infinite depth, 0 for layers.
         value_shift: Take the slow constant mode of TD out of the rewards first (reward centering), exactly:
             V = U + C and the layers find U.
         n_landmarks: Compare through so many states of the context (Nystrom), which makes every layer linear in the
@@ -438,8 +439,9 @@ class InContextTransformer(nn.Module):
         states = prompt.tokens[..., :d, :].transpose(-1, -2)
         kernel = self._prompt_kernel(prompt, states)
         layers = self.layers
-        decay = self.ridge * prompt.keys.sum(-1).to(states)
-        normalizer = self._prompt_normalizer(prompt, kernel, decay)
+        gram = self._prompt_gram(prompt, kernel) if self.algorithm.differences else None
+        decay = self.ridge * (prompt.keys.sum(-1).to(states) if gram is None else trace(gram))
+        normalizer = self._prompt_normalizer(prompt, kernel, gram, decay)
         if prompt.reading is not None:
             read = (prompt.tokens[..., -1:, :] @ prompt.reading).where(
                 (prompt.keys | _is_last(prompt.keys)).unsqueeze(-2), 0.0
@@ -557,10 +559,18 @@ class InContextTransformer(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder_or_name: str | PathLike[str]) -> InContextTransformer:
-        """The transformer that :meth:`save_pretrained` wrote, or one that the package ships, by name."""
+        """The transformer that :meth:`save_pretrained` wrote, or one that the package ships, by name.
+
+        Raises:
+            ValueError: What is there is a transformer of another kind, or damaged.
+            FileNotFoundError: There is none.
+        """
         from icrl_gym.weights import load
 
-        return load(folder_or_name)
+        transformer = load(folder_or_name)
+        if not isinstance(transformer, cls):
+            raise ValueError(f"{folder_or_name} holds a {type(transformer).__name__}; load it with that class.")
+        return transformer
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -599,27 +609,27 @@ class InContextTransformer(nn.Module):
         # A kernel that is zero on the whole context moves nothing, whatever the step.
         return torch.where(largest > 0, largest, 1.0)
 
-    def _prompt_normalizer(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b m"]) -> Float[Tensor, "*b m"]:
+    def _prompt_gram(self, prompt: Prompt, kernel: Kernel) -> Float[Tensor, "*b m k k"]:
+        """<kappa_j, kappa_i> from what the tokens hold; through landmarks the M x M matrix of the same eigenvalues."""
+        d = (prompt.tokens.shape[-2] - 1) // 2
+        states = prompt.tokens[..., :d, :].transpose(-1, -2)
+        next_states = prompt.tokens[..., d : 2 * d, :].transpose(-1, -2)
+        beta = (self.gamma.to(states) * (prompt.bootstrap & prompt.keys)).unsqueeze(-1)
+        if isinstance(kernel, NystromKernel):
+            features = (kernel.features(states) - beta * kernel.features(next_states)) * prompt.keys.unsqueeze(-1)
+            return features.transpose(-1, -2) @ features
+        both, mask = torch.cat([states, next_states], -2), torch.cat([prompt.keys, prompt.keys], -1)
+        values = kernel(both, both, mask) * mask.unsqueeze(-2)
+        n = states.shape[-2]
+        values = values[..., :n, :] - beta * values[..., n:, :]
+        return values[..., :n] - values[..., n:] * beta.transpose(-1, -2)
+
+    def _prompt_normalizer(
+        self, prompt: Prompt, kernel: Kernel, gram: Tensor | None, decay: Float[Tensor, "*b m"]
+    ) -> Float[Tensor, "*b m"]:
         """The normalizer from what the tokens hold."""
         d = (prompt.tokens.shape[-2] - 1) // 2
-        states, next_states = (
-            prompt.tokens[..., :d, :].transpose(-1, -2),
-            prompt.tokens[..., d : 2 * d, :].transpose(-1, -2),
-        )
-        gram = None
-        if self.algorithm.differences:
-            # k(s_j, .) - beta_j k(s'_j, .) against each other, or their M features.
-            beta = (self.gamma.to(states) * (prompt.bootstrap & prompt.keys)).unsqueeze(-1)
-            if isinstance(kernel, NystromKernel):
-                features = (kernel.features(states) - beta * kernel.features(next_states)) * prompt.keys.unsqueeze(-1)
-                gram = features.transpose(-1, -2) @ features
-            else:
-                both = torch.cat([states, next_states], -2)
-                mask = torch.cat([prompt.keys, prompt.keys], -1)
-                values = kernel(both, both, mask) * mask.unsqueeze(-2)
-                half = states.shape[-2]
-                values = values[..., :half, :] - beta * values[..., half:, :]
-                gram = values[..., :half] - values[..., half:] * beta.transpose(-1, -2)
+        states = prompt.tokens[..., :d, :].transpose(-1, -2)
         normalizer = self._normalizer(kernel, states, prompt.keys, gram)
         if self.step_normalization == "row_sum":
             normalizer = normalizer + decay

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from icrl_gym.kernels import make_kernel
 
 if TYPE_CHECKING:
+    from icrl_gym.adaptive import AdaptiveTransformer
+    from icrl_gym.learned import LearnedTransformer
     from icrl_gym.transformer import InContextTransformer
 
-__all__ = ["load", "save", "shipped"]
+__all__ = ["load", "load_learned", "save", "save_learned", "shipped"]
 
-_FORMAT = "icrl_gym.InContextTransformer"
+_Built = TypeVar("_Built")
+
+_FORMAT, _ADAPTIVE_FORMAT, _LEARNED_FORMAT = (
+    f"icrl_gym.{name}" for name in ("InContextTransformer", "AdaptiveTransformer", "LearnedTransformer")
+)
 _CONFIG, _WEIGHTS = "config.json", "weights.safetensors"
 
 
-def save(transformer: InContextTransformer, folder: str | os.PathLike[str]) -> None:
+def save(transformer: InContextTransformer | AdaptiveTransformer, folder: str | os.PathLike[str]) -> None:
     """Write ``config.json`` and ``weights.safetensors`` into a folder, whole files or none.
 
     A save into a folder that holds a transformer replaces it.
@@ -29,30 +37,34 @@ def save(transformer: InContextTransformer, folder: str | os.PathLike[str]) -> N
     Raises:
         ImportError: safetensors is not installed.
     """
-    safetensors = _safetensors()
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: buffer.detach().cpu().contiguous() for name, buffer in transformer.named_buffers()}
-    config: dict[str, Any] = {
-        "format": _FORMAT,
+    from icrl_gym.transformer import InContextTransformer
+
+    if isinstance(transformer, InContextTransformer):
+        config = {"format": _FORMAT, "version": 1, **_configuration(transformer)}
+    else:
+        config = {"format": _ADAPTIVE_FORMAT, "version": 1, **_adaptive_configuration(transformer)}
+    _write(Path(folder), config, dict(transformer.named_buffers()))
+
+
+def save_learned(learned: LearnedTransformer, folder: str | os.PathLike[str]) -> None:
+    """Write a transformer with learned matrices likewise.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
+    config = {
+        "format": _LEARNED_FORMAT,
         "version": 1,
-        "kernel": transformer.kernel.config(),
-        "n_layers": "inf" if transformer.infinite else len(transformer.step_sizes),
-        "step_normalization": transformer.step_normalization,
-        "ridge": transformer.ridge,
-        "value_shift": transformer.value_shift,
-        "n_landmarks": transformer.n_landmarks,
-        "offset": transformer.offset,
+        "construction": _configuration(learned.construction),
+        "n_features": learned.n_features,
+        "shared_layers": learned.shared_layers,
+        "n_heads": learned.n_heads,
+        "width": learned.width,
     }
-    weights = safetensors.save(tensors)
-    # The configuration goes first and comes last: a folder without it is not a transformer, so a killed save leaves
-    # nothing that loads, neither half of this transformer nor new numbers under the configuration of an old one.
-    (path / _CONFIG).unlink(missing_ok=True)
-    _replace(path / _WEIGHTS, weights)
-    _replace(path / _CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    _write(Path(folder), config, learned.state_dict())
 
 
-def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer:
+def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer | AdaptiveTransformer:
     """Read a transformer from a folder, or one that the package ships, by name.
 
     Raises:
@@ -60,8 +72,6 @@ def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer:
         ValueError: A file that is truncated, of another format, or not safetensors. No code in it is run.
         ImportError: safetensors is not installed.
     """
-    from icrl_gym.transformer import InContextTransformer
-
     safetensors = _safetensors()
     path = Path(folder_or_name)
     if not (path / _CONFIG).is_file():
@@ -72,23 +82,133 @@ def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer:
                 f"or a shipped name ({', '.join(shipped()) or 'this version ships none'})."
             )
         path = shipped_path
+    transformer = _build(path, {_FORMAT: _transformer, _ADAPTIVE_FORMAT: _adaptive})
+    _fill(transformer, path, safetensors)
+    _check_constants(transformer, path)
+    return transformer
+
+
+def load_learned(folder: str | os.PathLike[str]) -> LearnedTransformer:
+    """Read a transformer with learned matrices from a folder.
+
+    Raises:
+        FileNotFoundError: No folder with a transformer.
+        ValueError: A file that is truncated, of another format, or not safetensors. No code in it is run.
+        ImportError: safetensors is not installed.
+    """
+    from icrl_gym.learned import LearnedTransformer
+
+    safetensors = _safetensors()
+    path = Path(folder)
+    if not (path / _CONFIG).is_file():
+        raise FileNotFoundError(
+            f"no transformer at {str(folder)!r}: expected a folder with {_CONFIG} and {_WEIGHTS}, as `save_pretrained` "
+            f"writes them."
+        )
+
+    def build(config: dict[str, Any]) -> LearnedTransformer:
+        form = {name: config[name] for name in ("n_features", "shared_layers", "n_heads", "width")}
+        # "random": the numbers come from the file, and every form has random ones.
+        return LearnedTransformer(_transformer(config["construction"]), initialization="random", **form)
+
+    learned = _build(path, {_LEARNED_FORMAT: build})
+    _fill(learned, path, safetensors)
+    _check_constants(learned.construction, path)
+    if not all(bool(torch.isfinite(matrix).all()) for matrix in learned.parameters()):
+        raise ValueError(f"{path / _WEIGHTS} holds numbers out of their range: expected finite matrices.")
+    return learned
+
+
+def _configuration(transformer: InContextTransformer) -> dict[str, Any]:
+    return {
+        "kernel": transformer.kernel.config(),
+        "n_layers": "inf" if transformer.infinite else len(transformer.step_sizes),
+        "step_normalization": transformer.step_normalization,
+        "algorithm": transformer.algorithm.name,
+        "trace_decay": transformer.algorithm.trace_decay,
+        "acceleration": transformer.acceleration,
+        "ridge": transformer.ridge,
+        "value_shift": transformer.value_shift,
+        "n_landmarks": transformer.n_landmarks,
+        "offset": transformer.offset,
+    }
+
+
+def _adaptive_configuration(transformer: AdaptiveTransformer) -> dict[str, Any]:
+    return {
+        "metrics": list(transformer.metrics),
+        "bandwidths": transformer.log_bandwidths.shape[-1],
+        "ridges": len(transformer.log_ridges),
+        "n_layers": "inf" if transformer.infinite else int(transformer.n_layers),
+        "n_folds": transformer.n_folds,
+        "contiguous_folds": transformer.contiguous_folds,
+        "sharpness": transformer.sharpness,
+        "value_shift": transformer.value_shift,
+        "offset": transformer.offset,
+    }
+
+
+def _adaptive(config: dict[str, Any]) -> AdaptiveTransformer:
+    from icrl_gym.adaptive import AdaptiveTransformer
+
+    return AdaptiveTransformer(
+        [1.0] * config["bandwidths"],
+        [1.0] * config["ridges"],
+        config["metrics"],
+        n_layers=float("inf") if config["n_layers"] == "inf" else config["n_layers"],
+        n_folds=config["n_folds"],
+        contiguous_folds=config["contiguous_folds"],
+        sharpness=config["sharpness"],
+        value_shift=config["value_shift"],
+        offset=config["offset"],
+    )
+
+
+def _transformer(config: dict[str, Any]) -> InContextTransformer:
+    from icrl_gym.transformer import InContextTransformer
+
+    infinite = config["n_layers"] == "inf"
+    # Files of before there was another algorithm say none.
+    name = config.get("algorithm", "td")
+    return InContextTransformer(
+        make_kernel(**config["kernel"]),
+        step_normalization=config["step_normalization"],
+        n_layers=float("inf") if infinite else config["n_layers"],
+        algorithm=name,
+        trace_decay=config["trace_decay"] if name == "td_lambda" else None,
+        acceleration=config.get("acceleration", "none"),
+        ridge=config["ridge"],
+        value_shift=config["value_shift"],
+        n_landmarks=config["n_landmarks"],
+        offset=config["offset"],
+    )
+
+
+def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    safetensors = _safetensors()
+    path.mkdir(parents=True, exist_ok=True)
+    weights = safetensors.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    # The configuration goes first and comes last: a folder without it is not a transformer, so a killed save leaves
+    # nothing that loads, neither half of this transformer nor new numbers under the configuration of an old one.
+    (path / _CONFIG).unlink(missing_ok=True)
+    _replace(path / _WEIGHTS, weights)
+    _replace(path / _CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _build(path: Path, builders: dict[str, Callable[[dict[str, Any]], _Built]]) -> _Built:
+    """What the configuration in a folder describes, with whatever numbers."""
     try:
         config = json.loads((path / _CONFIG).read_text())
-        if not isinstance(config, dict) or config.get("format") != _FORMAT or config.get("version") != 1:
-            raise ValueError(f"it does not say format {_FORMAT!r}, version 1")
-        infinite = config["n_layers"] == "inf"
-        transformer = InContextTransformer(
-            make_kernel(**config["kernel"]),
-            step_normalization=config["step_normalization"],
-            n_layers=float("inf") if infinite else config["n_layers"],
-            ridge=config["ridge"],
-            value_shift=config["value_shift"],
-            n_landmarks=config["n_landmarks"],
-            offset=config["offset"],
-        )
+        if not isinstance(config, dict) or config.get("format") not in builders or config.get("version") != 1:
+            raise ValueError(f"it does not say format {' or '.join(map(repr, builders))}, version 1")
+        return builders[config["format"]](config)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = str(error).rstrip(".")
         raise ValueError(f"{path / _CONFIG} is not the configuration of a transformer: {reason}.") from error
+
+
+def _fill(module: nn.Module, path: Path, safetensors: Any) -> None:
+    """Put the numbers in a folder into a module."""
     try:
         tensors = safetensors.load((path / _WEIGHTS).read_bytes())
     except (OSError, safetensors.SafetensorError, ValueError, KeyError) as error:
@@ -97,17 +217,20 @@ def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer:
             f"`save_pretrained`."
         ) from error
     try:
-        transformer.load_state_dict(tensors)
+        module.load_state_dict(tensors)
     except RuntimeError as error:
         raise ValueError(f"{path / _WEIGHTS} does not fit {_CONFIG} beside it: {error}.") from error
-    gamma, constants = transformer.gamma, list(transformer.kernel.buffers())
+
+
+def _check_constants(transformer: InContextTransformer | AdaptiveTransformer, path: Path) -> None:
+    kernel = getattr(transformer, "kernel", None)
+    gamma, constants = transformer.gamma, list(kernel.buffers()) if kernel is not None else []
     in_range = bool(0 <= gamma <= 1) and all(bool((constant > 0).all()) for constant in constants)
     if not in_range or not all(bool(torch.isfinite(number).all()) for number in transformer.buffers()):
         raise ValueError(
             f"{path / _WEIGHTS} holds numbers out of their range: expected finite step sizes, gamma in [0, 1] and positive "
             f"constants of the kernel."
         )
-    return transformer
 
 
 def shipped() -> tuple[str, ...]:

@@ -56,6 +56,8 @@ def numpy_errors(name, kernel, context, alphas, gamma=GAMMA, lam=0.0, ridge=0.0)
     if name == "monte_carlo":
         for i in reversed(range(n)):
             y[i] = r[i] + (gamma * y[i + 1] if linked(i) else 0.0)
+    if name == "residual_gradient":
+        ridge = ridge * np.mean([kappa(i, s[i]) - beta[i] * kappa(i, t[i]) for i in range(n)])
     change = np.array([[kappa(j, s[i]) - beta[i] * kappa(j, t[i]) for j in range(n)] for i in range(n)])
     c, path = np.zeros(n), []
     for alpha in alphas:
@@ -206,7 +208,7 @@ def test_conjugate_layers_are_scipy_s_conjugate_gradient():
         "residual_gradient", RBFKernel(0.7), n_layers=depth, acceleration="conjugate", ridge=1e-3
     )
     problem, path, _ = transformer.coefficients_by_depth(context)
-    matrix = problem.matrix.numpy() + 1e-3 * 12 * np.eye(12)
+    matrix = problem.matrix.numpy() + 1e-3 * np.trace(problem.matrix) * np.eye(12)
     solution, _ = cg(matrix, context.rewards.numpy(), maxiter=depth, rtol=0.0)
     np.testing.assert_allclose(path[-1], solution, rtol=1e-9)
 
@@ -215,7 +217,7 @@ def test_more_conjugate_layers_come_closer_in_the_norm_of_the_system():
     context = episodes(n=30)
     transformer = transformer_of("residual_gradient", RBFKernel(0.7), n_layers=25, acceleration="conjugate", ridge=1e-4)
     problem, path, _ = transformer.coefficients_by_depth(context)
-    matrix = problem.matrix + 1e-4 * 30 * torch.eye(30)
+    matrix = problem.matrix + 1e-4 * problem.matrix.trace() * torch.eye(30)
     away = path - torch.linalg.solve(matrix, problem.targets)
     distance = (away * (away @ matrix)).sum(-1)
     assert (distance.diff() <= 1e-9 * distance[0]).all() and distance[-1] < 1e-2 * distance[0]

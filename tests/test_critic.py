@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from icrl_gym import Context, InContextCritic, InContextTransformer
-from icrl_gym.critic import standardization
 from icrl_gym.kernels import RBFKernel
+from icrl_gym.metrics import standardization
 
 
 def path(n=200, d=3, seed=0):

@@ -133,7 +133,7 @@ def test_the_experiments_on_meta_world_run(tmp_path, capsys):
 def test_what_a_user_gets_wrong(tmp_path, capsys):
     assert main(["reproduce", "offset", "--seeds", "0", "--out", str(tmp_path)]) == 2
     assert "--seeds must be at least 1" in capsys.readouterr().err
-    assert set(EXPERIMENTS) == {"noise", "cross-domain", "temperature", "linear", "synthetic", "offset"}
+    assert set(EXPERIMENTS) == {"noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "boyan"}
 
 
 def test_the_readme_s_command_is_one_that_is_tested():

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from icrl_gym import Context, InContextTransformer
+from icrl_gym.cli import main
 from icrl_gym.datasets import Transitions, contexts
 from icrl_gym.envs import KernelMRP
 from icrl_gym.kernels import LinearKernel, RBFKernel, SoftmaxKernel
-from icrl_gym.pretraining import PretrainConfig, pretrain, train_step_sizes
+from icrl_gym.learned import LearnedTransformer
+from icrl_gym.pretraining import PretrainConfig, pretrain, split, train_matrices, train_step_sizes
+from icrl_gym.similarity import similarity
 from icrl_gym.td_loss import td_loss_by_depth
 
 
@@ -60,7 +63,8 @@ def test_contexts_without_reward_have_no_loss_and_overflowing_ones_an_infinite_o
 
 
 @pytest.mark.parametrize(
-    "options", [{"n_layers": math.inf}, {"n_layers": 2, "n_landmarks": 3}, {"n_layers": 2, "value_shift": True}]
+    "options",
+    [{"n_layers": math.inf}, {"n_layers": 2, "n_landmarks": 3}, {"n_layers": 2, "algorithm": "average_reward"}],
 )
 def test_losses_of_what_has_no_depth_say_so(options):
     batch = Context(np.ones((1, 3, 2)), np.ones((1, 3)), np.ones((1, 3, 2)), np.zeros((1, 3), bool))
@@ -98,3 +102,39 @@ def test_weights_are_written_with_a_card_and_come_back(tmp_path, capsys):
     assert card["config"]["domain"] == "drawer-close-v3" and card["held_out_td_loss"] > 0
     loaded = InContextTransformer.from_pretrained(folder)
     assert loaded.step_sizes.tolist() == card["step_sizes"] and float(loaded.gamma) == 0.9
+
+
+def test_training_matrices_lowers_the_loss_from_the_construction_and_from_random():
+    for initialization, shared in (("construction", False), ("random", True)):
+        config = PretrainConfig(**{**SMALL, "n_layers": 2}, initialization=initialization, shared_layers=shared,
+                                matrix_learning_rate=0.01)  # fmt: skip
+        learned, losses = train_matrices(walk(), config)
+        assert np.mean(losses[-10:]) < 0.97 * np.mean(losses[:10]), initialization
+        assert len(learned.layers) == (1 if shared else 2)
+        assert not any(parameter.requires_grad for parameter in learned.parameters())
+
+
+def test_matrices_are_written_with_a_card_that_says_how_close_they_come(tmp_path, capsys):
+    small = {
+        **SMALL,
+        "n_layers": 2,
+        "iterations": 2,
+        "episodes": 2,
+        "steps": 80,
+        "n_context": 20,
+        "root": str(tmp_path / "data"),
+    }
+    command = ["pretrain", "--train", "matrices", "--domain", "drawer-close-v3", "--out", str(tmp_path / "weights")]
+    for name, value in small.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    assert main(command) == 0
+    assert "beside the construction: map" in capsys.readouterr().out
+    card = json.loads((tmp_path / "weights" / "card.json").read_text())
+    learned = LearnedTransformer.from_pretrained(tmp_path / "weights")
+    config = PretrainConfig(**card["config"])
+    batch, queries = contexts(split(config, train=False), 20, 32, 0, 39)
+    measured = similarity(learned, batch, queries.states)
+    assert card["similarity_to_the_construction"]["map"] == pytest.approx(measured.map) == pytest.approx(1.0, abs=0.05)
+    before = td_loss_by_depth(learned.construction, batch, queries)[1][:, -1].nanmean()
+    assert card["held_out_td_loss_of_the_construction"] == pytest.approx(float(before))
+    assert card["held_out_td_loss"] != card["held_out_td_loss_of_the_construction"]

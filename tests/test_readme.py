@@ -50,7 +50,11 @@ def test_commands_are_understood(command, tmp_path):
     assert (tmp_path / "run" / "model.zip").exists()
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+# Ray's is run where Ray is tested (test_parallel).
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "ray_cluster"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_examples_run_quickly(example, tmp_path):
     done = subprocess.run([sys.executable, str(example), "--quick"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

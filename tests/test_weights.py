@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from icrl_gym import Context, InContextTransformer
+from icrl_gym.adaptive import AdaptiveTransformer
 from icrl_gym.kernels import (
     ExponentialKernel,
     Kernel,
@@ -32,6 +33,16 @@ TRANSFORMERS = {
     "exponential": InContextTransformer(ExponentialKernel(3.0), [0.3, 0.1], gamma=0.5),
     "matern": InContextTransformer(MaternKernel("median"), n_layers=math.inf, gamma=1.0, offset="removed"),
     "relu": InContextTransformer(ReLUKernel(), torch.tensor([0.1, 0.2]), gamma=0.95),
+    "lambda": InContextTransformer(RBFKernel(0.3), [0.5, 0.2], algorithm="td_lambda", trace_decay=0.7),
+    "residual": InContextTransformer(
+        RBFKernel(0.3), n_layers=4, algorithm="residual_gradient", acceleration="conjugate", ridge=1e-3
+    ),
+    "average": InContextTransformer(RBFKernel(0.3), n_layers=math.inf, algorithm="average_reward", ridge=1e-2),
+    "returns": InContextTransformer(RBFKernel(0.3), [0.4], algorithm="monte_carlo", value_shift=True, ridge=1e-2),
+    "adaptive": AdaptiveTransformer(
+        [0.7, 3.0], [1e-3, 0.1, 0.5], ["standardized"], n_layers=7, gamma=0.8, sharpness=0.2
+    ),
+    "adaptive limit": AdaptiveTransformer(n_layers=math.inf, n_folds=3, contiguous_folds=True, offset="removed"),
     "none": InContextTransformer(
         RBFKernel(torch.tensor(0.1)), [0.02], step_normalization="none", value_shift=True, n_landmarks=2
     ),
@@ -48,13 +59,22 @@ def context():
 def test_what_was_saved_comes_back(name, tmp_path):
     saved = TRANSFORMERS[name]
     saved.save_pretrained(tmp_path / "weights")
-    loaded = InContextTransformer.from_pretrained(tmp_path / "weights")
+    loaded = type(saved).from_pretrained(tmp_path / "weights")
     assert repr(loaded) == repr(saved)
     asked = torch.randn(5, 2, dtype=torch.float64)
     before, after = saved.condition(context()), loaded.condition(context())
     torch.testing.assert_close(after(asked), before(asked), rtol=0, atol=0)
     torch.testing.assert_close(after.offset, before.offset, rtol=0, atol=0)
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["config.json", "weights.safetensors"]
+
+
+def test_a_transformer_of_another_kind_says_so(tmp_path):
+    TRANSFORMERS["adaptive"].save_pretrained(tmp_path / "a")
+    TRANSFORMERS["trained"].save_pretrained(tmp_path / "t")
+    with pytest.raises(ValueError, match="holds a AdaptiveTransformer; load it with that class"):
+        InContextTransformer.from_pretrained(tmp_path / "a")
+    with pytest.raises(ValueError, match="holds a InContextTransformer"):
+        AdaptiveTransformer.from_pretrained(tmp_path / "t")
 
 
 @pytest.fixture

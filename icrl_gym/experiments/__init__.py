@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from icrl_gym.experiments.boyan import boyan
 from icrl_gym.experiments.config import SEMI_GRADIENT, ReproduceConfig
 from icrl_gym.experiments.offset import offset
 from icrl_gym.experiments.report import Report
@@ -25,6 +26,7 @@ EXPERIMENTS: dict[str, Callable[[ReproduceConfig], Report]] = {
     "linear": linear,
     "synthetic": synthetic,
     "offset": offset,
+    "boyan": boyan,
 }
 """By the name that the command line gives them, in the order of ``reproduce all``."""
 
@@ -45,6 +47,7 @@ def reproduce(config: ReproduceConfig) -> list[Report]:
     for setting in ("seeds", "jobs"):
         if getattr(config, setting) < 1:
             raise ValueError(f"--{setting} must be at least 1, got {getattr(config, setting)}.")
+    _ = config.workers  # contradictions are said before anything runs
     reports = []
     for name in EXPERIMENTS if config.name == "all" else [config.name]:
         start = time.perf_counter()

@@ -8,11 +8,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from icrl_gym.parallel import Backend, Workers
+
 __all__ = ["SEMI_GRADIENT", "ExperimentName", "ReproduceConfig"]
 
 SEMI_GRADIENT = "-semi-gradient"
 
-ExperimentName = Literal["noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "all"]
+ExperimentName = Literal["noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "boyan", "all"]
 
 
 @dataclass
@@ -28,7 +30,11 @@ class ReproduceConfig:
     seeds: int = 3
     """Repetitions."""
     jobs: int = 2
-    """Processes."""
+    """Processes; with --backend ray and no --address, the CPUs of the Ray that is started."""
+    backend: Backend = "processes"
+    """Where the cells of a grid are computed: processes of this machine, or tasks on the nodes of a Ray cluster."""
+    address: str | None = None
+    """Of the Ray cluster, HOST:PORT or auto (None: a Ray of this machine alone)."""
     out: str = "reproduced"
     """Where to: a folder for each experiment, and cells/ with what is finished of its grid."""
     docs: str | None = None
@@ -49,6 +55,15 @@ class ReproduceConfig:
     def label(self, name: str) -> str:
         """The folder of an experiment."""
         return f"{name}{SEMI_GRADIENT}" if self.semi_gradient else name
+
+    @property
+    def workers(self) -> Workers:
+        """Where cells are computed.
+
+        Raises:
+            ValueError: Settings that contradict each other.
+        """
+        return Workers(self.jobs, self.backend, self.address)
 
     @property
     def cache(self) -> Path:

@@ -1,65 +1,102 @@
-"""A grid of independent computations on a process pool, each remembered as a file, so that a killed run goes on where it stopped."""
+"""A grid of independent computations on workers, each remembered as a file, so that a killed run goes on where it stopped."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from icrl_gym.parallel import Workers, completed
 from icrl_gym.runs import write_whole
 
 __all__ = ["run_grid"]
 
 
 def run_grid(
-    function: Callable[..., dict[str, Any]], cells: Sequence[Mapping[str, Any]], cache: Path, jobs: int, label: str
+    function: Callable[..., dict[str, Any]],
+    cells: Sequence[Mapping[str, Any]],
+    cache: Path,
+    workers: Workers | int,
+    label: str,
 ) -> list[dict[str, Any]]:
     """Compute ``function(**cell)`` for each cell, in parallel, and remember each result.
 
     Args:
-        function: Of a module (worker processes import it); its result must be JSON. It draws its random numbers from
-            its arguments alone, so the results do not depend on ``jobs``.
+        function: Of a module (workers import it); its result must be JSON. It draws its random numbers from its
+            arguments alone, so the results do not depend on ``workers``.
         cells: The arguments; JSON too.
-        cache: The folder of finished cells. A cell is found again by the function's name and its arguments.
-        jobs: Processes; 1 computes here.
+        cache: The folder of finished cells, which this process alone writes. A cell is found again by the function's
+            name and its arguments.
+        workers: Where to; a number is one of processes, and 1 computes here.
         label: For the progress lines.
 
     Returns:
         The results, in the order of the cells.
+
+    Raises:
+        ImportError: Ray is asked for and missing.
+        ValueError: Fewer than one job, or no Ray answers at the address.
     """
+    workers = Workers(workers) if isinstance(workers, int) else workers
     cache.mkdir(parents=True, exist_ok=True)
     files = [cache / f"{_key(function, cell)}.json" for cell in cells]
     first = {file: index for index, file in reversed(list(enumerate(files)))}  # cells may be equal
     missing = sorted(index for file, index in first.items() if not file.is_file())
     if missing:
         print(f"{label}: {len(first)} cells, {len(first) - len(missing)} known, {len(missing)} to compute", flush=True)
+    with closing(_Progress(label, len(missing))) as progress:
 
-    def keep(index: int, result: dict[str, Any], done: int) -> None:
-        write_whole(files[index], json.dumps({"cell": dict(cells[index]), "result": result}) + "\n")
-        print(f"{label}: {done} of {len(missing)}   {_short(cells[index])}", flush=True)
+        def keep(index: int, result: dict[str, Any]) -> None:
+            write_whole(files[index], json.dumps({"cell": dict(cells[index]), "result": result}) + "\n")
+            progress.step(_short(cells[index]))
 
-    if jobs == 1 or len(missing) < 2:
-        for done, index in enumerate(missing, 1):
-            keep(index, function(**cells[index]), done)
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            min(jobs, len(missing)), context, initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
-            futures = {pool.submit(function, **cells[index]): index for index in missing}
-            try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    keep(futures[future], future.result(), done)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        if missing and (workers.backend == "ray" or (workers.jobs > 1 and len(missing) > 1)):
+            calls = {index: (function, dict(cells[index])) for index in missing}
+            with (
+                workers.executor(len(missing)) as executor,
+                closing(completed(_call, calls, executor, workers.at_once(len(missing)))) as ended,
+            ):
+                for index, future in ended:
+                    keep(index, future.result())
+        else:
+            for index in missing:
+                keep(index, function(**cells[index]))
     return [json.loads(file.read_text())["result"] for file in files]
+
+
+class _Progress:
+    """A bar on a terminal, with the extra `progress`; a line for each cell otherwise."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done, self._bar = label, total, 0, None
+        if total and sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=total, desc=label, unit="cell", dynamic_ncols=True)
+
+    def step(self, cell: str) -> None:
+        """One cell more."""
+        self._done += 1
+        if self._bar is None:
+            print(f"{self._label}: {self._done} of {self._total}   {cell}", flush=True)
+        else:
+            self._bar.set_postfix_str(cell, refresh=False)
+            self._bar.update()
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _call(function: Callable[..., dict[str, Any]], cell: Mapping[str, Any]) -> dict[str, Any]:
+    return function(**cell)
 
 
 def _key(function: Callable[..., Any], cell: Mapping[str, Any]) -> str:

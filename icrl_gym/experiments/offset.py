@@ -79,7 +79,7 @@ def offset(config: ReproduceConfig) -> Report:
     seeds = range(config.size(max(config.seeds, 10), 2))
     keys = [(kernel, ends, seed) for kernel in kernels for ends in ENDS for seed in seeds]
     cells = [{"kernel": k, "ends": e, "n": config.size(64, 16), "seed": s} for k, e, s in keys]
-    results = dict(zip(keys, run_grid(offset_cell, cells, config.cache, config.jobs, "offset"), strict=True))
+    results = dict(zip(keys, run_grid(offset_cell, cells, config.cache, config.workers, "offset"), strict=True))
     rows = []
     for kernel in kernels:
         for ends in ENDS:

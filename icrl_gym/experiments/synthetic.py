@@ -79,7 +79,7 @@ def synthetic(config: ReproduceConfig) -> Report:
                 for seed in seeds:
                     cells.append({**base, "n_features": dimension, name: setting, "seed": seed})
                     labels.append((dimension, name, label, setting))
-    results = run_grid(synthetic_cell, cells, config.cache, config.jobs, "synthetic")
+    results = run_grid(synthetic_cell, cells, config.cache, config.workers, "synthetic")
     shapes = run_grid(
         synthetic_cell,
         [{**base, "n_features": d, "seed": 0, "curve": True} for d in (1, 2)],

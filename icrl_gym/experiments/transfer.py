@@ -99,7 +99,7 @@ def _transfer_cells(config: ReproduceConfig, domains: Sequence[str]) -> dict[tup
         }
         for domain, normalization, seed in keys
     ]
-    return dict(zip(keys, run_grid(transfer_cell, cells, config.cache, config.jobs, "transfer"), strict=True))
+    return dict(zip(keys, run_grid(transfer_cell, cells, config.cache, config.workers, "transfer"), strict=True))
 
 
 def noise(config: ReproduceConfig) -> Report:
@@ -236,7 +236,7 @@ def temperature(config: ReproduceConfig) -> Report:
         }
         for d, s in keys
     ]
-    sweep = dict(zip(keys, run_grid(temperature_cell, cells, config.cache, config.jobs, "temperature"), strict=True))
+    sweep = dict(zip(keys, run_grid(temperature_cell, cells, config.cache, config.workers, "temperature"), strict=True))
     rows, best, scalars = [], {}, {}
     figure = new_figure(6, 4)
     axes = None if figure is None else figure.add_subplot()
@@ -292,7 +292,7 @@ def linear(config: ReproduceConfig) -> Report:
         }
         for domain, kernel, kind, seed in keys
     ]
-    results = dict(zip(keys, run_grid(transfer_cell, cells, config.cache, config.jobs, "linear"), strict=True))
+    results = dict(zip(keys, run_grid(transfer_cell, cells, config.cache, config.workers, "linear"), strict=True))
     rows, ends = [], {}
     figure = new_figure(3 * len(domains) + 1, 3.5)
     axes = None if figure is None else figure.subplots(1, len(domains), sharey=True, squeeze=False)[0]
