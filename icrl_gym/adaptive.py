@@ -188,8 +188,8 @@ class AdaptiveTransformer(nn.Module):
             rewards, shift = reward_center(context, gamma)
         discount = self.algorithm.discount(context, gamma)
         kept = self._kept(context)
-        fits: list[Tensor] = []  # a head: coefficients (..., L+1 or 2, n, R) of all keys
-        errors: list[Tensor] = []
+        fits: list[Tensor] = []  # a head: coefficients (..., n, R) of all keys
+        errors: list[Tensor] = []  # and TD errors by depth (..., L+1, n, R)
         held_out: list[Tensor] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []
         for metric, bandwidths in zip(self.metrics, self.log_bandwidths, strict=True):
@@ -201,9 +201,9 @@ class AdaptiveTransformer(nn.Module):
             for log_bandwidth in bandwidths:
                 temperature = (median * log_bandwidth.exp().to(median)).square()
                 gram = self._gram(torch.exp(distance * (-0.5 / temperature[..., None, None])), context, discount)
-                path, missed = self._solve(gram, rewards, kept)
-                fits.append(path[..., -1, :, :])
-                errors.append(rewards[..., None, :, None] - gram.unsqueeze(-3) @ path)
+                fit, error, missed = self._solve(gram, rewards, kept)
+                fits.append(fit)
+                errors.append(error)
                 held_out.append(missed)
                 places.append((origin, scale, temperature))
         missed = torch.stack(held_out, -2)  # (..., M B, R)
@@ -285,12 +285,12 @@ class AdaptiveTransformer(nn.Module):
 
     def _solve(
         self, gram: Float[Tensor, "*b n n"], rewards: Float[Tensor, "*b n"], kept: Bool[Tensor, "*b n F1"]
-    ) -> tuple[Float[Tensor, "*b l n R"], Float[Tensor, "*b R"]]:
+    ) -> tuple[Float[Tensor, "*b n R"], Float[Tensor, "*b l n R"], Float[Tensor, "*b R"]]:
         """All ridges and folds of one kernel at once, as columns.
 
         Returns:
-            The coefficients of the whole context by depth (two of them for infinite depth), and the mean squared error on what
-            the folds mask.
+            Of the whole context, coefficients and TD errors by depth (before and after, for infinite depth); and the mean squared
+            error on what the folds mask.
         """
         ridges = self.log_ridges.exp().to(gram)
         weight = kept.to(gram)
@@ -298,30 +298,34 @@ class AdaptiveTransformer(nn.Module):
         decay = (ridges.unsqueeze(-1) * sizes.unsqueeze(-2)).flatten(-2)  # (..., R F1)
         keys = weight.unsqueeze(-2).expand(*weight.shape[:-1], len(ridges), -1).flatten(-2)
         right = rewards.unsqueeze(-1) * keys
-        path = self._limit(gram, right, keys, decay) if self.infinite else self._layers(gram, right, keys, decay)
-        shape = (len(ridges), weight.shape[-1])
-        final = path[..., -1, :, :]
-        missed = ((rewards.unsqueeze(-1) - gram @ final) * (1 - keys)).square().sum(-2)
+        solve = self._limit if self.infinite else self._layers
+        coefficients, errors = solve(gram, right, keys, decay, weight.shape[-1])
+        missed = ((rewards.unsqueeze(-1) - gram @ coefficients) * (1 - keys)).square().sum(-2)
         present = weight[..., 0].sum(-1).clamp_min(1.0)
         # Empty places are in no fold: their rewards and their rows of the matrix are zero.
-        errors = missed.unflatten(-1, shape).sum(-1) / present.unsqueeze(-1)
-        return path.unflatten(-1, shape)[..., 0], errors
+        missed = missed.unflatten(-1, (len(ridges), -1)).sum(-1) / present.unsqueeze(-1)
+        return coefficients[..., :: weight.shape[-1]], errors, missed
 
-    def _layers(self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor) -> Float[Tensor, "*b l n c"]:
+    def _layers(
+        self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor, every: int
+    ) -> tuple[Float[Tensor, "*b n c"], Float[Tensor, "*b l n R"]]:
         """L conjugate layers on every column (:func:`~icrl_gym.solvers.conjugate_step` takes them as rows)."""
         residual = right.transpose(-1, -2)
         direction, start = residual, residual.square().sum(-1)
-        coefficients, path = torch.zeros_like(residual), [torch.zeros_like(residual)]
-        rows = keys.transpose(-1, -2)
+        coefficients, rows, errors = torch.zeros_like(residual), keys.transpose(-1, -2), [residual[..., ::every, :]]
+        decay = decay.unsqueeze(-1)
         for _ in range(int(self.n_layers)):
-            change = rows * (direction @ gram) + decay.unsqueeze(-1) * direction
+            change = rows * (direction @ gram) + decay * direction
             step, residual, following = conjugate_step(residual, direction, change, start)
             coefficients = coefficients + step.unsqueeze(-1) * direction
             direction = following
-            path.append(coefficients)
-        return torch.stack(path, -3).transpose(-1, -2)
+            # What is left of the rewards is the residual and what the ridge holds back.
+            errors.append((residual + decay * coefficients)[..., ::every, :])
+        return coefficients.transpose(-1, -2), torch.stack(errors, -3).transpose(-1, -2)
 
-    def _limit(self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor) -> Float[Tensor, "*b l n c"]:
+    def _limit(
+        self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor, every: int
+    ) -> tuple[Float[Tensor, "*b n c"], Float[Tensor, "*b l n R"]]:
         """The fixed point of every column."""
         rows = keys.transpose(-1, -2)
         system = gram.unsqueeze(-3) * rows.unsqueeze(-1) * rows.unsqueeze(-2)
@@ -329,7 +333,8 @@ class AdaptiveTransformer(nn.Module):
         diagonal = decay.unsqueeze(-1) * rows + (1 - rows)
         system = system + torch.diag_embed(torch.where(diagonal > 0, diagonal, 1.0))
         solution = torch.linalg.solve(system, right.transpose(-1, -2)).transpose(-1, -2)
-        return torch.stack([torch.zeros_like(solution), solution], -3)
+        errors = torch.stack([right, decay.unsqueeze(-2) * solution], -3)
+        return solution, errors[..., ::every]
 
     def _weights(self, missed: Float[Tensor, "*b H R"], context: Context) -> Float[Tensor, "*b H R"]:
         n = context.mask.sum(-1).to(missed)[..., None, None]
