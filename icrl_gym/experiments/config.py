@@ -14,7 +14,18 @@ __all__ = ["SEMI_GRADIENT", "ExperimentName", "ReproduceConfig"]
 
 SEMI_GRADIENT = "-semi-gradient"
 
-ExperimentName = Literal["noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "boyan", "all"]
+ExperimentName = Literal[
+    "noise",
+    "cross-domain",
+    "temperature",
+    "linear",
+    "synthetic",
+    "offset",
+    "boyan",
+    "all-domains",
+    "any-context",
+    "all",
+]
 
 
 @dataclass
