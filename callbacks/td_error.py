@@ -11,6 +11,7 @@ from icrl_gym.callbacks.rollout import RolloutCallback
 from stable_baselines3.common.logger import TensorBoardOutputFormat
 from torch.utils.tensorboard import SummaryWriter
 
+from icrl_gym.adaptive import HeadsKernel
 from icrl_gym.critic import InContextCritic
 from icrl_gym.kernels import spread_rows
 from icrl_gym.plots import depth_figure
@@ -146,18 +147,22 @@ class TDErrorCallback(RolloutCallback):
 def effective_rank(critic: InContextCritic) -> float:
     """The effective rank of the kernel matrix of the centers: exp of the entropy of its normalized singular values.
 
-    The largest over the tasks; of at most 256 centers, evenly spread.
+    The largest over the tasks; of at most 256 centers, evenly spread; of several heads, the first one's.
 
     Source: Roy and Vetterli 2007.
     """
-    rows = spread_rows(critic.centers.shape[-2], 256, critic.centers.device)
+    kernel, n = critic.kernel, critic.centers.shape[-2]
+    if isinstance(kernel, HeadsKernel):
+        n //= kernel.temperature.shape[-1]
+        kernel = kernel.head(0)
+    rows = spread_rows(n, 256, critic.centers.device)
     centers, mask = critic.centers[..., rows, :], critic.center_mask[..., rows]
     if not bool(mask.any()):
         return 0.0
     with torch.no_grad():
-        gram = critic.kernel(centers, centers, mask) * mask.unsqueeze(-2)
+        gram = kernel(centers, centers, mask) * mask.unsqueeze(-2)
         # Singular values, because softmax attention is not symmetric; elsewhere they are the eigenvalues, found faster.
-        symmetric = critic.kernel.positive_definite
+        symmetric = kernel.positive_definite
         spectrum = torch.linalg.eigvalsh(gram).abs() if symmetric else torch.linalg.svdvals(gram)
         share = spectrum / spectrum.sum(-1, keepdim=True).clamp_min(1e-300)
         return float(torch.special.entr(share).sum(-1).exp().max())

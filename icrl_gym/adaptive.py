@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, get_args
 
@@ -33,6 +33,9 @@ from icrl_gym.transformer import InContextTransformer, Offset
 from icrl_gym.value_function import ValueFunction, expand, reward_center
 
 __all__ = ["AdaptiveTransformer", "HeadsKernel", "Mixture"]
+
+_LEAST_DECAY = 1e-10
+"""Of the coefficients, per transition: the rounding of a kernel value, 1e-16, stays a millionth of the rewards in the values."""
 
 
 class HeadsKernel(Kernel):
@@ -63,9 +66,14 @@ class HeadsKernel(Kernel):
         values = []
         for h in range(heads):
             origin, scale = (self._of(x, h).to(keys) for x in (self.origin, self.scale))
-            distance = euclidean((blocks[..., h, :, :] - origin) / scale, (queries - origin) / scale)
+            distance = euclidean(_measured(blocks[..., h, :, :], origin, scale), _measured(queries, origin, scale))
             values.append(torch.exp(distance.square() * (-0.5 / self.temperature[..., h, None, None].to(keys))))
         return torch.cat(values, -2) if values else keys.new_zeros(*keys.shape[:-1], queries.shape[-2])
+
+    def head(self, h: int) -> HeadsKernel:
+        """The kernel of one head alone; its keys are one block of those of all."""
+        part = slice(h, h + 1)
+        return HeadsKernel(self.origin[..., part, :], self.scale[..., part, :], self.temperature[..., part])
 
     @staticmethod
     def _of(numbers: Float[Tensor, "*b H d"], head: int) -> Float[Tensor, "*b 1 d"]:
@@ -182,6 +190,7 @@ class AdaptiveTransformer(nn.Module):
 
     def mix(self, context: Context) -> tuple[ValueFunction, Mixture]:
         """The value function of a context, and what weight every head has in it."""
+        context, unit = _in_units(context)
         gamma = self.gamma.to(context.rewards)
         rewards, shift = context.rewards * context.mask, context.rewards.new_zeros(context.batch_shape)
         if self.value_shift:
@@ -194,10 +203,10 @@ class AdaptiveTransformer(nn.Module):
         places: list[tuple[Tensor, Tensor, Tensor]] = []
         for metric, bandwidths in zip(self.metrics, self.log_bandwidths, strict=True):
             origin, scale = self._coordinates(metric, context)
-            states, next_states = (context.states - origin) / scale, (context.next_states - origin) / scale
+            states, next_states = (_measured(x, origin, scale) for x in (context.states, context.next_states))
             both = torch.cat([states, next_states], -2)
             distance = euclidean(both, both).square()
-            median = median_distance(states.detach(), context.mask)
+            median = _median(states, context.mask)
             for log_bandwidth in bandwidths:
                 temperature = (median * log_bandwidth.exp().to(median)).square()
                 gram = self._gram(torch.exp(distance * (-0.5 / temperature[..., None, None])), context, discount)
@@ -209,6 +218,14 @@ class AdaptiveTransformer(nn.Module):
         missed = torch.stack(held_out, -2)  # (..., M B, R)
         weights = self._weights(missed, context)
         value = self._mixed(context, fits, errors, weights, places, shift, discount)
+        value = replace(
+            value,
+            coefficients=value.coefficients * unit.unsqueeze(-1),
+            shift=value.shift * unit,
+            offset=value.offset * unit,
+            td_errors=value.td_errors * unit[..., None, None],
+        )
+        missed = missed * unit[..., None, None].square()
         shape = (len(self.metrics), -1, missed.shape[-1])
         return value, Mixture(weights.unflatten(-2, shape[:2]), missed.unflatten(-2, shape[:2]))
 
@@ -241,22 +258,16 @@ class AdaptiveTransformer(nn.Module):
 
     def _coordinates(self, metric: Metric, context: Context) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:
         """What a metric subtracts from states and divides them by."""
-        if metric == "raw":
-            # Differences are the same from anywhere; near zero they are exact.
-            origin, _ = standardization(context.states, context.mask)
-            return origin, torch.ones_like(origin)
         origin, scale = standardization(context.states, context.mask)
+        if metric == "raw":
+            # One unit for all features, so that the squares of huge and tiny states are numbers.
+            return origin, scale.amax(-1, keepdim=True).expand_as(scale)
         if metric == "standardized":
             return origin, scale
-        moved = Context._of(
-            {
-                **vars(context),
-                "states": (context.states - origin) / scale,
-                "next_states": (context.next_states - origin) / scale,
-            }
-        )
+        states, next_states = (_measured(x, origin, scale) for x in (context.states, context.next_states))
+        moved = Context._of({**vars(context), "states": states, "next_states": next_states})
         first = InContextTransformer(
-            RBFKernel("median"),
+            RBFKernel(_median(states, context.mask).square()),
             gamma=float(self.gamma),
             n_layers=20,
             algorithm="residual_gradient",
@@ -295,7 +306,9 @@ class AdaptiveTransformer(nn.Module):
         ridges = self.log_ridges.exp().to(gram)
         weight = kept.to(gram)
         sizes = (gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * weight).sum(-2)  # (..., F1)
-        decay = (ridges.unsqueeze(-1) * sizes.unsqueeze(-2)).flatten(-2)  # (..., R F1)
+        decay = ridges.unsqueeze(-1) * sizes.unsqueeze(-2)  # (..., R, F1)
+        # Where next states are (nearly) states and gamma is 1, all differences are rounding, and so would be values made of them.
+        decay = torch.maximum(decay, _LEAST_DECAY * weight.sum(-2).unsqueeze(-2)).flatten(-2)  # (..., R F1)
         keys = weight.unsqueeze(-2).expand(*weight.shape[:-1], len(ridges), -1).flatten(-2)
         right = rewards.unsqueeze(-1) * keys
         solve = self._limit if self.infinite else self._layers
@@ -310,18 +323,22 @@ class AdaptiveTransformer(nn.Module):
         self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor, every: int
     ) -> tuple[Float[Tensor, "*b n c"], Float[Tensor, "*b l n R"]]:
         """L conjugate layers on every column (:func:`~icrl_gym.solvers.conjugate_step` takes them as rows)."""
-        residual = right.transpose(-1, -2)
+        target = residual = right.transpose(-1, -2)
         direction, start = residual, residual.square().sum(-1)
-        coefficients, rows, errors = torch.zeros_like(residual), keys.transpose(-1, -2), [residual[..., ::every, :]]
-        decay = decay.unsqueeze(-1)
+        coefficients, rows, left = torch.zeros_like(residual), keys.transpose(-1, -2), residual
+        errors, decay = [left[..., ::every, :]], decay.unsqueeze(-1)
         for _ in range(int(self.n_layers)):
             change = rows * (direction @ gram) + decay * direction
             step, residual, following = conjugate_step(residual, direction, change, start)
             coefficients = coefficients + step.unsqueeze(-1) * direction
             direction = following
             # What is left of the rewards is the residual and what the ridge holds back.
-            errors.append((residual + decay * coefficients)[..., ::every, :])
-        return coefficients.transpose(-1, -2), torch.stack(errors, -3).transpose(-1, -2)
+            left = residual + decay * coefficients
+            errors.append(left[..., ::every, :])
+        coefficients = coefficients * _share(target, left)
+        seen, path = target[..., None, ::every, :], torch.stack(errors, -3)
+        path = seen - _share(seen, path) * (seen - path)
+        return coefficients.transpose(-1, -2), path.transpose(-1, -2)
 
     def _limit(
         self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor, every: int
@@ -380,6 +397,46 @@ class AdaptiveTransformer(nn.Module):
         return ValueFunction(
             kernel, centers, weight, mask, shift, -gamma * at_origin, td_errors * context.mask.unsqueeze(-2)
         )
+
+
+def _share(target: Float[Tensor, "*#b n"], left: Float[Tensor, "*#b n"]) -> Float[Tensor, "*#b 1"]:
+    """How much of a fit to keep, from 0 to 1, for the least squared TD error.
+
+    Conjugate layers end nearest in the norm of their system, in which a small error can be a large TD error: too few of them can
+    overshoot. Then less of the fit is better; else, and for all layers that have converged, all of it is kept.
+
+    Args:
+        target: (..., n), the TD errors of the value zero.
+        left: (..., n), those of the fit.
+    """
+    taken = target - left
+    along, square = (target * taken).sum(-1, keepdim=True), taken.square().sum(-1, keepdim=True)
+    overshoots = along < square
+    return torch.where(overshoots, along.clamp_min(0.0) / torch.where(overshoots, square, 1.0), 1.0)
+
+
+def _measured(
+    states: Float[Tensor, "*#b n d"], origin: Float[Tensor, "*#b 1 d"], scale: Float[Tensor, "*#b 1 d"]
+) -> Float[Tensor, "*#b n d"]:
+    """States in the coordinates of a head; farther than any kernel sees is no farther than a number can say."""
+    return ((states - origin) / scale).clamp(-1e150, 1e150)
+
+
+def _median(states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+    # A single state far away makes all other distances tiny beside the deviation; the square of 1e-200 would be zero.
+    return median_distance(states.detach(), mask).clamp_min(1e-60)
+
+
+def _in_units(context: Context) -> tuple[Context, Float[Tensor, "*b"]]:
+    """The context in float64 with its rewards in units of about the largest, a power of two, and that unit (...)."""
+    context = context.to(dtype=torch.float64)
+    largest = (
+        context.rewards.detach().abs().amax(-1) if len(context) else context.rewards.new_zeros(context.batch_shape)
+    )
+    largest = torch.where(largest > 0, largest, 1.0)
+    # A division by a power of two is exact: values are then proportional to rewards, however large.
+    unit = largest / (2 * torch.frexp(largest).mantissa)
+    return Context._of({**vars(context), "rewards": context.rewards / unit.unsqueeze(-1)}), unit
 
 
 def _positive(name: str, values: Any) -> Tensor:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
+from icrl_gym.adaptive import AdaptiveTransformer
+from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.context import Context
 from icrl_gym.kernels import Kernel, make_kernel, spread_rows
 from icrl_gym.metrics import standardization
-from icrl_gym.transformer import InContextTransformer, Offset, StepNormalization
+from icrl_gym.transformer import Acceleration, InContextTransformer, Offset, StepNormalization
 from icrl_gym.value_function import ValueFunction, expand
 
 __all__ = ["Evaluation", "InContextCritic"]
@@ -45,16 +47,21 @@ class InContextCritic(nn.Module):
 
     Args:
         n_features: d, the length of a flattened observation.
-        transformer: A ready transformer (pretrained, say), instead of the arguments marked * below.
+        transformer: A ready transformer (pretrained, or an :class:`~icrl_gym.adaptive.AdaptiveTransformer`), instead of the
+            arguments marked * below.
         kernel: * A kernel or its name.
         temperature: * Of a kernel given by name; ``"median"``: the median distance between states of the context.
         n_layers: * Depth; ``math.inf`` solves for the limit of infinite depth.
         step_sizes: * Of a finite depth: one number, or one a layer.
         step_normalization: * ``"row_sum"``, ``"length"`` or ``"none"``.
-        ridge: * Of the infinite depth; default 1e-4.
+        ridge: * Decay of the coefficients; default 1e-4 for infinite depth, 0 for layers.
+        algorithm: * ``"td"``, ``"td_lambda"``, ``"residual_gradient"``, ``"average_reward"`` or ``"monte_carlo"``
+            (:mod:`icrl_gym.algorithms`).
+        trace_decay: * lambda of ``"td_lambda"``.
+        acceleration: * ``"none"`` or ``"conjugate"``.
         n_landmarks: * States of the context to compare with; None for all of them (and for kernels that are not positive
             definite).
-        value_shift: * Reward centering.
+        value_shift: * Reward centering; default yes (average reward has its own).
         offset: * ``"centered"``: values carry the constant offset of the literal read-out, which
             :class:`~icrl_gym.callbacks.AdvantageCenteringCallback` takes out of the advantages; ``"removed"``: they do not.
         gamma: The discount. None: the algorithm's, which the callback brings.
@@ -86,7 +93,7 @@ class InContextCritic(nn.Module):
         self,
         n_features: int,
         *,
-        transformer: InContextTransformer | None = None,
+        transformer: InContextTransformer | AdaptiveTransformer | None = None,
         kernel: str | Kernel = "laplacian",
         temperature: float | str | None = None,
         n_layers: float | None = None,
@@ -94,7 +101,10 @@ class InContextCritic(nn.Module):
         step_normalization: StepNormalization = "row_sum",
         ridge: float | None = None,
         n_landmarks: int | None = 256,
-        value_shift: bool = True,
+        algorithm: AlgorithmName = "td",
+        trace_decay: float | None = None,
+        acceleration: Acceleration = "none",
+        value_shift: bool | None = None,
         offset: Offset = "centered",
         gamma: float | None = None,
         standardize: bool = True,
@@ -112,7 +122,11 @@ class InContextCritic(nn.Module):
                 kernel = make_kernel(kernel, temperature)
             elif temperature is not None:
                 raise ValueError(f"temperature belongs to a kernel given by name; {kernel} has its own.")
-            if n_layers is None and (step_sizes is None or isinstance(step_sizes, (int, float))):
+            if (
+                n_layers is None
+                and acceleration == "none"
+                and (step_sizes is None or isinstance(step_sizes, (int, float)))
+            ):
                 n_layers = math.inf
             transformer = InContextTransformer(
                 kernel,
@@ -121,7 +135,11 @@ class InContextCritic(nn.Module):
                 step_normalization,
                 n_layers=n_layers,
                 ridge=ridge,
-                value_shift=value_shift,
+                algorithm=algorithm,
+                trace_decay=trace_decay,
+                acceleration=acceleration,
+                # Average reward takes the mean out of the rewards itself.
+                value_shift=algorithm != "average_reward" if value_shift is None else value_shift,
                 n_landmarks=n_landmarks,
                 offset=offset,
             )
@@ -134,7 +152,7 @@ class InContextCritic(nn.Module):
             self.register_buffer(name, torch.zeros(0))
         self.register_buffer("constant", torch.zeros(0), persistent=False)
         self.register_buffer("is_conditioned", torch.tensor(False))
-        self.kernel: Kernel = transformer.kernel
+        self.kernel: Kernel  # as the context adapts it
         self.value_function: ValueFunction | None = None
         self.context: Context | None = None
         self._known: dict[bytes, float] = {}  # values of observations under the present context
@@ -299,11 +317,9 @@ class InContextCritic(nn.Module):
             }
         # A few hundred transitions tell a root mean square to some per cent, at a fraction of the cost; as many as there are
         # landmarks are as well compared with each other.
-        rows = spread_rows(len(context), own.n_landmarks or 256, errors.device)
+        rows = spread_rows(len(context), getattr(own, "n_landmarks", None) or 256, errors.device)
         sample = context[..., rows]
-        layers = InContextTransformer(
-            own.kernel, gamma=self.gamma, n_layers=max(depths), value_shift=own.value_shift
-        ).to(errors.device)
+        layers = _unit_layers(own, max(depths), self.gamma).to(errors.device)
         finite = layers.condition(sample).td_errors
         curve: dict[float, float] = {depth: _rms(finite[..., depth, :], sample.mask) for depth in depths}
         return {**curve, math.inf: _rms(errors[..., -1, rows], sample.mask)}
@@ -329,6 +345,11 @@ class InContextCritic(nn.Module):
             saved = state_dict.get(prefix + name)
             if saved is not None:
                 setattr(self, name, getattr(self, name).new_empty(saved.shape, dtype=saved.dtype))
+        # So do the constants of a kernel that takes them from the context.
+        for name, constant in list(self.kernel.named_buffers()):
+            saved = state_dict.get(f"{prefix}kernel.{name}")
+            if saved is not None and saved.shape != constant.shape and "." not in name:
+                setattr(self.kernel, name, constant.new_empty(saved.shape))
         self.context = self.value_function = None
         self._known.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -337,6 +358,31 @@ class InContextCritic(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return f"n_features={self.n_features}, n_tasks={self.n_tasks}, standardize={self.standardize}"
+
+
+def _unit_layers(
+    transformer: InContextTransformer | AdaptiveTransformer, depth: int, gamma: float
+) -> InContextTransformer | AdaptiveTransformer:
+    """A transformer of unit steps for one of infinite depth."""
+    if isinstance(transformer, AdaptiveTransformer):
+        layers = AdaptiveTransformer(
+            transformer.log_bandwidths.exp(),
+            transformer.log_ridges.exp(),
+            transformer.metrics,
+            n_layers=depth,
+            gamma=gamma,
+            value_shift=transformer.value_shift,
+        )
+        return layers
+    algorithm = transformer.algorithm
+    return InContextTransformer(
+        transformer.kernel,
+        gamma=gamma,
+        n_layers=depth,
+        algorithm=algorithm.name,
+        trace_decay=algorithm.trace_decay if algorithm.name == "td_lambda" else None,
+        value_shift=transformer.value_shift,
+    )
 
 
 def _unit(states: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:

@@ -46,8 +46,13 @@ def standardization(
     """
     weight = mask.to(states).unsqueeze(-1)
     n = weight.sum(-2, keepdim=True).clamp_min(1.0)
-    mean = (states * weight).sum(-2, keepdim=True) / n
-    deviation = (((states - mean) * weight).square().sum(-2, keepdim=True) / n).sqrt()
+    mean = (states * (weight / n)).sum(-2, keepdim=True)
+    most = torch.finfo(states.dtype).max
+    away = ((states - mean) * weight).clamp(-most, most)
+    # In units of the largest one: the square of 1e200 is no number any more.
+    reach = away.abs().amax(-2, keepdim=True) if states.shape[-2] else torch.zeros_like(mean)
+    reach = torch.where(reach > 0, reach, 1.0)
+    deviation = reach * ((away / reach).square().sum(-2, keepdim=True) / n).sqrt()
     largest = deviation.amax(-1, keepdim=True)
     # Rounding first, so that features which are constant but for it have no say in what is usual.
     varies = (deviation > 1e-6 * mean.abs()) & (deviation > 1e-6 * largest)
@@ -75,12 +80,12 @@ def relevance(
     Source: Radhakrishnan et al. 2024, "Mechanism for feature learning in neural networks and backpropagation-free machine learning
     models" (recursive feature machines), for kernel regression; here for a value function, and once.
     """
-    kernel = value.kernel
-    temperature = kernel.temperature.to(states)  # type: ignore[operator, union-attr]
-    pull = kernel(value.centers, states, value.center_mask) * value.coefficients.unsqueeze(-1)
+    # Without the factor 1 / temperature, which is the same for all features.
+    pull = value.kernel(value.centers, states, value.center_mask) * value.coefficients.unsqueeze(-1)
     pull = pull.transpose(-1, -2)  # (..., n, centers)
     gradient = pull @ value.centers - states * pull.sum(-1, keepdim=True)
-    gradient = gradient / (temperature[..., None, None] if temperature.ndim else temperature)
+    steepest = gradient.abs().amax((-2, -1), keepdim=True) if gradient.numel() else gradient.new_ones(())
+    gradient = gradient / torch.where(steepest > 0, steepest, 1.0)
     square = (gradient.square() * mask.unsqueeze(-1)).sum(-2, keepdim=True)
     largest = square.amax(-1, keepdim=True)
     share = torch.where(largest > 0, square / torch.where(largest > 0, largest, 1.0), 1.0)

@@ -33,10 +33,12 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 from torch.utils.tensorboard import SummaryWriter
 
+from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.callbacks import InContextCallback
 from icrl_gym.plots import learning_curves
 from icrl_gym.policy import InContextActorCriticPolicy
 from icrl_gym.runs import Episode, RunFolder, load_contexts, versions
+from icrl_gym.transformer import Acceleration
 from icrl_gym.wrappers import RollingContext
 
 __all__ = ["CriticConfig", "RunOptions", "TrainConfig", "TrainingRun", "train"]
@@ -58,8 +60,14 @@ class CriticConfig:
     """Step size of each layer of a finite depth (None: 1)."""
     step_normalization: Literal["row_sum", "length", "none"] | None = None
     """What divides the steps (None: row_sum)."""
+    algorithm: AlgorithmName | None = None
+    """What the layers do (None: td)."""
+    trace_decay: float | None = None
+    """Lambda of td_lambda (None: 0.9)."""
+    acceleration: Acceleration | None = None
+    """Conjugate layers, of residual_gradient and monte_carlo at a finite depth (None: none)."""
     ridge: float | None = None
-    """Of the infinite depth (None: 1e-4)."""
+    """Decay of the coefficients (None: 1e-4 for the fixed point, 0 for layers)."""
     n_landmarks: int | None = None
     """States of the context to compare with; 0 for all of them (None: 256)."""
     value_shift: bool | None = None

@@ -548,7 +548,8 @@ class InContextTransformer(nn.Module):
             normalizer = normalizer + problem.ridge
             if self.algorithm.has_trace:
                 present = context.mask.to(problem.targets)
-                normalizer = normalizer * self.algorithm.traced(present, context, problem.gamma).amax(-1)
+                reach = self.algorithm.traced(present, context, problem.gamma)
+                normalizer = normalizer * (reach.amax(-1) if reach.shape[-1] else 1.0)
         return self.step_sizes.to(normalizer) / normalizer.unsqueeze(-1)
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from icrl_gym.callbacks import InContextCallback
+from icrl_gym.callbacks import InContextCallback, TDErrorCallback
 from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -17,6 +17,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 from icrl_gym import Context, InContextActorCriticPolicy, InContextCritic
+from icrl_gym.adaptive import AdaptiveTransformer
 from icrl_gym.kernels import LinearKernel, RBFKernel
 
 # The processes of SubprocVecEnv cannot import a test module by name.
@@ -440,3 +441,37 @@ def test_layers_that_diverge_say_which_and_what_to_do():
     with pytest.raises(FloatingPointError, match='step_normalization="row_sum"'):
         critic.condition(context)
     assert math.isinf(InContextCritic(3).transformer.n_layers)
+
+
+@pytest.mark.parametrize(
+    "critic",
+    [
+        {"algorithm": "residual_gradient", "kernel": "rbf", "ridge": 1e-2, "n_landmarks": 32},
+        {
+            "algorithm": "residual_gradient",
+            "kernel": "rbf",
+            "n_layers": 5,
+            "acceleration": "conjugate",
+            "n_landmarks": 32,
+        },
+        {"algorithm": "td_lambda", "trace_decay": 0.8, "n_landmarks": 32},
+        {"algorithm": "monte_carlo", "n_landmarks": 32},
+        {"algorithm": "average_reward", "n_landmarks": 32},
+        {"transformer": AdaptiveTransformer([1.0, 3.0], [1e-2], n_layers=5, gamma=0.9), "standardize": False},
+    ],
+    ids=lambda c: c.get("algorithm", "adaptive") + c.get("acceleration", ""),
+)
+def test_every_algorithm_trains_ppo_and_comes_back_from_a_file(critic, tmp_path):
+    env = RollingContext(gym.make("Pendulum-v1"), length=64)
+    model = PPO(InContextActorCriticPolicy, env, n_steps=64, batch_size=32, n_epochs=1, gamma=0.9, seed=0,
+                policy_kwargs={"critic_kwargs": critic})  # fmt: skip
+    model.learn(192, callback=[InContextCallback(), TDErrorCallback()])
+    before = model.policy.critic
+    asked = torch.randn(7, 3)
+    values = before(asked)
+    assert torch.isfinite(values).all() and float(values.std()) > 0
+    curve = before.td_error_by_depth()
+    assert curve and all(math.isfinite(error) for error in curve.values())
+    model.save(tmp_path / "model")
+    loaded = PPO.load(tmp_path / "model")
+    torch.testing.assert_close(loaded.policy.critic(asked), values)
