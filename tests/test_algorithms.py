@@ -304,3 +304,36 @@ def test_arguments_that_do_not_go_together(options, message):
 def test_the_residual_gradient_needs_a_positive_definite_kernel():
     with pytest.raises(ValueError, match="needs a positive definite kernel"):
         InContextTransformer(SoftmaxKernel(1.0), n_layers=3, algorithm="residual_gradient")
+
+
+@pytest.mark.parametrize("name", ["td", "td_lambda", "residual_gradient", "average_reward"])
+def test_with_the_linear_kernel_they_are_linear_attention_with_wang_et_al_s_matrices(name):
+    # Z <- Z + (1/n) P Z M (Z^T Q Z) on tokens [phi; gamma phi'; r], one trajectory without an end.
+    rng = np.random.default_rng(4)
+    n, d, gamma, lam, steps = 8, 3, GAMMA, 0.6, (0.3, 0.2, 0.1)
+    path = rng.normal(size=(n + 1, d))
+    rewards, query = rng.normal(size=n), rng.normal(size=d)
+    g = 1.0 if name == "average_reward" else gamma
+    given = rewards - rewards.mean() if name == "average_reward" else rewards
+    z = np.zeros((2 * d + 1, n + 1))
+    z[:d, :n], z[d : 2 * d, :n], z[-1, :n], z[:d, n] = path[:-1].T, g * path[1:].T, given, query
+    p = np.zeros((2 * d + 1, 2 * d + 1))
+    p[-1, -1] = 1.0
+    identity, zero = np.eye(d), np.zeros((d, d))
+    q = np.zeros_like(p)
+    second = -identity if name == "residual_gradient" else zero
+    q[: 2 * d, : 2 * d] = np.block([[-identity, identity], [-second, second]])
+    mask = np.diag([1.0] * n + [0.0])
+    if name == "td_lambda":
+        for j in range(n):
+            for i in range(j, n):
+                mask[i, j] = (gamma * lam) ** (i - j)
+    for step in steps:
+        z = z + step / n * p @ z @ mask @ (z.T @ q @ z)
+    transformer = InContextTransformer(
+        LinearKernel(), steps, gamma, "length", algorithm=name, trace_decay=lam if name == "td_lambda" else None
+    )
+    context = Context(path[:-1], rewards, path[1:], np.zeros(n, bool))
+    value = transformer.condition(context)
+    np.testing.assert_allclose(value(query[None]), [-z[-1, -1]], rtol=1e-10)
+    np.testing.assert_allclose(value.td_errors[-1], z[-1, :n], rtol=1e-10)

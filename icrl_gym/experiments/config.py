@@ -38,6 +38,8 @@ class ReproduceConfig:
     """A minute or two, to see that it runs; its numbers say little."""
     semi_gradient: bool = False
     """Pretrain as TD does, with constant bootstrap targets, instead of by the gradient of the loss (on Meta-World's data)."""
+    long_contexts: bool = False
+    """Of any-context: also contexts of 2,048 transitions, which take hours."""
     seeds: int = 3
     """Repetitions."""
     jobs: int = 2
