@@ -7,8 +7,8 @@ state metrics, and every head is asked in the forward pass how well it predicts 
 
 which is attention over heads. A head is L conjugate layers of the kernelized residual gradient
 (:class:`~icrl_gym.transformer.InContextTransformer` with ``algorithm="residual_gradient"``, ``acceleration="conjugate"``), whose
-system is positive semi-definite for every context whatsoever, so no context makes it diverge. The weights, a few multiples
-and ridges, are fixed; everything that depends on the domain is found in the context.
+system is positive semi-definite for every context whatsoever, so no context makes it diverge (``docs/convergence.md``). The
+weights, a few multiples and ridges, are fixed; everything that depends on the domain is found in the context.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ class AdaptiveTransformer(nn.Module):
         return self.log_bandwidths.numel()
 
     def condition(self, context: Context) -> ValueFunction:
-        """The value function of a context; one without any transition has the value zero.
+        """The value function of a context, in float64; a context without any transition has the value zero.
+
+        The squared TD error of its transitions is at most that of the constant C, whatever the context.
 
         Args:
             context: (...) contexts of n transitions.
@@ -377,7 +379,8 @@ class AdaptiveTransformer(nn.Module):
     ) -> ValueFunction:
         shares = weights.unbind(-2)
         used = [h for h, share in enumerate(shares) if bool((share > 0).any())]
-        coefficients, td_errors = [], 0.0
+        coefficients: list[Tensor] = []
+        td_errors = torch.zeros_like(errors[0][..., 0])
         for h in used:
             mixed = (fits[h] * shares[h].unsqueeze(-2)).sum(-1)
             coefficients += [mixed, -discount * mixed]

@@ -40,7 +40,7 @@ class HeadsConfig:
 
 
 def td_errors(value: object, gamma: float | Tensor, transitions: Context) -> Tensor:
-    """delta (..., m) of a value function on transitions, terminated ones without a bootstrap."""
+    """TD errors (..., m) of a value function on transitions, terminated ones without a bootstrap."""
     following = value(transitions.next_states)  # type: ignore[operator]
     return transitions.rewards + gamma * (~transitions.terminated) * following - value(transitions.states)  # type: ignore[operator]
 

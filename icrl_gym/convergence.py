@@ -44,6 +44,7 @@ class Convergence:
         safe_ridge: (...): the least ``ridge`` (rho) of the transformer with which no such error is left; then small enough steps
             contract. NaN likewise.
         certificate: What :func:`certificate` says of the weights, whatever the context.
+        tolerance: How far from 1 growth has to be to tell it from 1, after so many iterations.
     """
 
     growth: Float[Tensor, "*b"]
@@ -52,24 +53,25 @@ class Convergence:
     least_eigenvalue: Float[Tensor, "*b"]
     safe_ridge: Float[Tensor, "*b"]
     certificate: float
+    tolerance: float
 
     @property
     def diverges(self) -> Bool[Tensor, "*b"]:
-        """(...) bool: whether the error grows over the layers, beyond rounding."""
-        return self.growth > 1 + 1e-6
+        """(...) bool: whether the error grows over the layers, by more than what could be the iteration's own error."""
+        return self.growth > 1 + self.tolerance
 
     def describe(self) -> str:
         """The same in words, a line a context."""
         columns = (self.growth, self.layer_growth, self.top_eigenvalue, self.least_eigenvalue, self.safe_ridge)
         lines = []
         for growth, layer, top, least, ridge in zip(*(x.reshape(-1).tolist() for x in columns), strict=True):
-            if growth > 1 + 1e-6:
-                line = f"The layers diverge: all together multiply the error by up to {growth:.3g}"
-            elif growth > 1 - 1e-6:
-                line = "The layers do not diverge, and there is an error that they hardly change"
+            if growth > 1 + self.tolerance:
+                line = f"The layers diverge: all together multiply the error by up to {growth:.4g}"
+            elif growth > 1 - self.tolerance:
+                line = f"There is an error that the layers hardly change (a factor within {self.tolerance:.2g} of 1)"
             else:
-                line = f"The layers contract: all together multiply the error by {growth:.3g} or less"
-            line += f", one with the largest step by {layer:.3g}. The top eigenvalue is {top:.3g}."
+                line = f"The layers contract: all together multiply the error by {growth:.4g} or less"
+            line += f"; one layer with the largest step by up to {layer:.4g}. The top eigenvalue is {top:.3g}."
             # Against the top one, a smaller number is rounding.
             if least < -1e-6 * top:
                 line += (
@@ -90,8 +92,8 @@ def check_convergence(
     Args:
         transformer: An :class:`~icrl_gym.transformer.InContextTransformer` of finite depth.
         context: (...) contexts of n transitions.
-        iterations: So many times all layers are applied; the growth is that of the second half. Of eigenvalues in complex
-            pairs the norm goes up and down, and the mean over ``iterations`` is right to about 1 / iterations.
+        iterations: So many times all layers are applied; the growth is the mean of the second half. Where eigenvalues are in complex
+            pairs, or many are near each other, it is right to about 1 / iterations.
 
     Returns:
         Numbers (...), a context each.
@@ -144,7 +146,9 @@ def check_convergence(
                 layer = _geometric_growth([layer_of(largest)], start, 4 * iterations)
         size = trace(gram) if transformer.algorithm.differences else context.n_transitions.to(top)
         ridge = (-least).clamp_min(0.0) / torch.where(size > 0, size, 1.0)
-    return Convergence(growth, layer, top, least, ridge, certificate(transformer))
+    exact = transformer.acceleration == "conjugate" or not len(transformer.step_sizes)
+    tolerance = 1e-9 if exact else 1 / iterations
+    return Convergence(growth, layer, top, least, ridge, certificate(transformer), tolerance)
 
 
 def certificate(transformer: InContextTransformer | AdaptiveTransformer) -> float:

@@ -607,6 +607,9 @@ class InContextTransformer(nn.Module):
         else:
             sums = (kernel(states, states, mask).abs() * mask.unsqueeze(-2)).sum(-1)
         largest = sums.amax(-1) if sums.shape[-1] else torch.zeros_like(n)
+        if self.algorithm.differences:
+            # With gamma = 1 and next states that are states but for rounding, all differences are rounding, and so is their sum.
+            largest = torch.maximum(largest, 1e-10 * n * (largest > 0))
         # A kernel that is zero on the whole context moves nothing, whatever the step.
         return torch.where(largest > 0, largest, 1.0)
 

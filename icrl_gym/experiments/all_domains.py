@@ -177,22 +177,22 @@ def compare_cell(
                 fitted.seconds[int(reached[0])] / count if len(reached) else math.inf
             )
             continue
+        transformer: InContextTransformer | AdaptiveTransformer
+        given, asked = batch, queries
         if name == "TD fixed point":
-            # What the policy of this package has had for its critic.
+            # What the policy of this package has for its critic.
             mean, spread = standardization(batch.states, batch.mask)
             transformer = InContextTransformer(
                 LaplacianKernel("median"), gamma=gamma, n_layers=math.inf, value_shift=True
             )
-            moved = [_moved(part, mean, spread) for part in (batch, queries)]
+            given, asked = _moved(batch, mean, spread), _moved(queries, mean, spread)
         elif name == "returns":
             # Without a discount the residual gradient is ridge regression: on the true returns of the context's states.
             transformer = AdaptiveTransformer(gamma=0.0)
-            regression = Context(batch.states, returns, batch.next_states, torch.ones_like(batch.terminated))
-            moved = [regression, queries]
+            given = Context(batch.states, returns, batch.next_states, torch.ones_like(batch.terminated))
         else:
             transformer = build(name, weights[name.removesuffix(" fixed point")], gamma)
-            moved = [batch, queries]
-        errors, values = _evaluate(transformer, *moved, gamma)
+        errors, values = _evaluate(transformer, given, asked, gamma)
         keep(name, errors, values, time.perf_counter() - start)
     return result
 

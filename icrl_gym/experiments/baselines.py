@@ -61,22 +61,22 @@ def fit_networks(
     generator = torch.Generator().manual_seed(seed)
     n_contexts, d = len(contexts.rewards), contexts.n_features
 
-    def layer(inputs: int, outputs: int, gain: float) -> nn.ParameterList:
+    def layer(inputs: int, outputs: int, gain: float) -> tuple[nn.Parameter, nn.Parameter]:
         weight = torch.empty(n_contexts, inputs, outputs, dtype=torch.float64)
         for one in weight:
             nn.init.orthogonal_(one, gain, generator=generator)
-        return nn.ParameterList([weight, torch.zeros(n_contexts, 1, outputs, dtype=torch.float64)])
+        return nn.Parameter(weight), nn.Parameter(torch.zeros(n_contexts, 1, outputs, dtype=torch.float64))
 
-    layers = nn.ModuleList([layer(d, width, 2**0.5), layer(width, width, 2**0.5), layer(width, 1, 0.01)])
+    parameters = [layer(d, width, 2**0.5), layer(width, width, 2**0.5), layer(width, 1, 0.01)]
     mean, scale = standardization(contexts.states, contexts.mask)
     rewards, shift = reward_center(contexts, torch.tensor(gamma, dtype=torch.float64))
     shift = shift.unsqueeze(-1)
 
     def value(states: Tensor) -> Tensor:
         hidden = (states - mean) / scale
-        for index, (weight, bias) in enumerate(layers):  # type: ignore[misc]
+        for index, (weight, bias) in enumerate(parameters):
             hidden = torch.baddbmm(bias, hidden, weight)
-            hidden = hidden.tanh() if index < len(layers) - 1 else hidden
+            hidden = hidden.tanh() if index < len(parameters) - 1 else hidden
         return hidden.squeeze(-1)
 
     def errors(transitions: Context, given: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def fit_networks(
         return given + gamma * (~transitions.terminated) * there - here
 
     asked = queries.rewards - shift * (1 - gamma * (~queries.terminated).to(queries.rewards))
-    optimizer = torch.optim.Adam(layers.parameters(), lr=learning_rate)
+    optimizer = torch.optim.Adam([p for pair in parameters for p in pair], lr=learning_rate)
     looks: list[int] = []
     losses: list[Tensor] = []
     seconds: list[float] = []
