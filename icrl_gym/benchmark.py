@@ -17,6 +17,7 @@ from icrl_gym.parallel import completed, spawned
 from icrl_gym.plots import learning_curves
 from icrl_gym.runs import RunFolder, write_whole
 from icrl_gym.statistics import bootstrap_interval
+from icrl_gym.tables import markdown_table
 from icrl_gym.train import CriticConfig, CriticName, RunOptions, TrainConfig, TrainingRun, final_return, train
 
 __all__ = ["BenchmarkConfig", "benchmark"]
@@ -166,9 +167,8 @@ def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:
     table = io.StringIO()
     csv.writer(table).writerows([header, *rows])
     write_whole(out / "results.csv", table.getvalue())
-    markdown = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
-    markdown += ["| " + " | ".join(row) + " |" for row in rows]
+    markdown = markdown_table([dict(zip(header, row, strict=True)) for row in rows])
     note = "Final return: mean of the last 100 episodes of a run; interval: bootstrap over seeds (percentile)."
-    write_whole(out / "results.md", "\n".join(markdown) + f"\n\n{note}\n")
-    print("\n".join(markdown))
+    write_whole(out / "results.md", f"{markdown}\n{note}\n")
+    print(markdown, end="")
     return out

@@ -35,7 +35,7 @@ gradient step trains it.
   icrl-gym train --env Pendulum-v1 --gamma 0.9   any registered Gymnasium id
   icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
   icrl-gym collect --tasks reach --noise low     scripted experts with noisy actions, as Minari datasets
-  icrl-gym pretrain --domain pick-place          step sizes and temperature, from the TD loss on one domain
+  icrl-gym pretrain --domain pick-place          step sizes and temperature, or all matrices, from the TD loss on one domain
   icrl-gym reproduce cross-domain --quick        an experiment of the paper: table, figure, verdict
   tensorboard --logdir runs                      TD errors and everything else"""
 

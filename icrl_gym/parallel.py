@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 
 _RETRIES = 3  # of a task whose node or process died; an error that the function raises is never tried again
 _REACH_SECONDS = 5.0
+_REMEDY = "Start one with `ray start --head`, and run this on one of its nodes with --address HOST:PORT, or auto."
 _INHERITED = ("MINARI_DATASETS_PATH",)  # what a computation reads from its surroundings beside its arguments
 
 
@@ -126,6 +127,24 @@ class Workers:
                 "or leave --address out."
             )
 
+    def check(self) -> None:
+        """Say early what :meth:`executor` would say: before whoever needs it has worked for it.
+
+        Raises:
+            ImportError: Ray is asked for and missing.
+            ValueError: No Ray answers at the address.
+        """
+        if self.backend != "ray":
+            return
+        ray = _import_ray()
+        if ray.is_initialized() or self.address is None:
+            return
+        if self.address != "auto":
+            _reach(self.address)
+            return
+        _connect(ray, self.address, 1)  # only joining tells whether this machine is a node of a cluster
+        ray.shutdown()
+
     def at_once(self, calls: int) -> int | None:
         """How many of so many calls an executor should hold, for :func:`completed`."""
         return min(self.jobs, calls) if self.backend == "processes" else None
@@ -161,11 +180,7 @@ class RayExecutor(Executor):
     """
 
     def __init__(self, address: str | None = None, jobs: int = 1) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ImportError(f'--backend ray needs ray; pip install "icrl-gym[distributed]" ({error}).') from error
-        self._ray = ray
+        self._ray = ray = _import_ray()
         self._mine = not ray.is_initialized()
         self._closed = False
         self._running: dict[Future[Any], Any] = {}
@@ -241,17 +256,28 @@ def _connect(ray: Any, address: str | None, jobs: int) -> None:
         # "local": None would take what RAY_ADDRESS names.
         ray.init("local", num_cpus=jobs, include_dashboard=False, **quiet)
         return
-    remedy = "Start one with `ray start --head`, and run this on one of its nodes with --address HOST:PORT, or auto."
     if address != "auto":
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or "/" in host:
-            raise ValueError(f'--address must be "HOST:PORT" of a Ray cluster, or "auto"; got {address!r}. {remedy}')
-        try:
-            # Ray itself tries for minutes.
-            socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"no Ray cluster answers at --address {address}: {error}. {remedy}") from error
+        _reach(address)
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"no Ray cluster to join at --address {address}: {error}. {remedy}") from error
+        raise ValueError(f"no Ray cluster to join at --address {address}: {error}. {_REMEDY}") from error
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f'--backend ray needs ray; pip install "icrl-gym[distributed]" ({error}).') from error
+    return ray
+
+
+def _reach(address: str) -> None:
+    """Say within seconds that nobody answers; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ValueError(f'--address must be "HOST:PORT" of a Ray cluster, or "auto"; got {address!r}. {_REMEDY}')
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster answers at --address {address}: {error}. {_REMEDY}") from error

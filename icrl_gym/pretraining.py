@@ -10,24 +10,43 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from icrl_gym.context import Context
-from icrl_gym.datasets import CollectConfig, Transitions, collect, contexts, load_transitions
+from icrl_gym.datasets import (
+    NOISE_LEVELS,
+    CollectConfig,
+    Transitions,
+    collect,
+    contexts,
+    dataset_id,
+    load_dataset,
+    load_transitions,
+)
 from icrl_gym.kernels import Kernel, LinearKernel, ReLUKernel, make_kernel
 from icrl_gym.learned import Initialization, LearnedTransformer
+from icrl_gym.metaworld import resolve_task
 from icrl_gym.runs import versions, write_whole
 from icrl_gym.similarity import similarity
 from icrl_gym.td_loss import td_loss_by_depth
 from icrl_gym.transformer import InContextTransformer, Offset, StepNormalization
 
-__all__ = ["PretrainConfig", "Pretrained", "pretrain", "split", "train_matrices", "train_step_sizes"]
+__all__ = [
+    "PretrainConfig",
+    "Pretrained",
+    "held_out_losses",
+    "pretrain",
+    "split",
+    "train_matrices",
+    "train_step_sizes",
+    "training_settings",
+]
 
 KernelName = Literal["rbf", "laplacian", "matern", "exponential", "softmax", "relu", "linear"]
 
@@ -82,6 +101,8 @@ class PretrainConfig:
     """All layers have the same matrices."""
     matrix_learning_rate: float = 0.001
     """Of the matrices."""
+    evaluate: tuple[str, ...] = ()
+    """Domains to measure the trained steps on as well, on held-out goals at three noise levels; the card says the losses."""
 
 
 @dataclass(frozen=True)
@@ -225,13 +246,17 @@ def pretrain(config: PretrainConfig) -> Path:
         )
     folder = Path(config.out or Path("pretrained") / name)
     result = pretrained(config)
+    measured = held_out_losses(result.transformer, config)
     result.transformer.save_pretrained(folder)
     card = {
-        "trained_by": "icrl-gym pretrain",
-        "config": asdict(config),
+        "trained_by": _command(config),
+        **_uses(result, config, measured),
+        "data": _data(config),
+        "config": training_settings(config),
         "versions": versions(),
         "held_out_td_loss_of_the_construction": result.held_out[0],
         "held_out_td_loss": result.held_out[1],
+        "held_out_td_loss_by_domain": measured,
         "temperature": result.transformer.kernel.config().get("temperature"),
         "step_sizes": result.transformer.step_sizes.tolist(),
     }
@@ -243,11 +268,118 @@ def pretrain(config: PretrainConfig) -> Path:
 def pretrained(config: PretrainConfig) -> Pretrained:
     """Train, and measure on goals that were not trained on."""
     transformer, losses = train_step_sizes(split(config, train=True), config)
-    batch, queries = contexts(split(config, train=False), config.n_context, 32, config.seed, config.n_queries)
-    before, after = (
-        float(td_loss_by_depth(t, batch, queries)[1][:, -1].nanmean()) for t in (_construction(config), transformer)
-    )
+    before, after = (_held_out_loss(t, config) for t in (_construction(config), transformer))
     return Pretrained(transformer, losses, (before, after))
+
+
+def held_out_losses(transformer: InContextTransformer, config: PretrainConfig) -> dict[str, dict[str, float | None]]:
+    """The mean held-out TD loss after the last layer, normalized: the value zero has the loss 1.
+
+    Args:
+        transformer: Of finite depth.
+        config: Of its training; ``evaluate`` are the domains to measure on. The goals are those that the first half of a
+            data set does not hold, 32 contexts of them.
+
+    Returns:
+        By domain and by noise level; None where every context has no reward at all.
+
+    Raises:
+        ValueError: An unknown domain, or a data set that is there with other settings.
+    """
+    losses: dict[str, dict[str, float | None]] = {}
+    for domain in map(resolve_task, config.evaluate):
+        losses[domain] = {}
+        for level in NOISE_LEVELS:
+            loss = _held_out_loss(transformer, replace(config, domain=domain, noise=level))  # type: ignore[arg-type]
+            losses[domain][level] = None if math.isnan(loss) else loss  # JSON has no NaN
+    return losses
+
+
+def _held_out_loss(transformer: InContextTransformer, config: PretrainConfig) -> float:
+    batch, queries = contexts(split(config, train=False), config.n_context, 32, config.seed, config.n_queries)
+    return float(td_loss_by_depth(transformer, batch, queries)[1][:, -1].nanmean())
+
+
+def training_settings(config: PretrainConfig) -> dict[str, Any]:
+    """What the weights follow from, as JSON: all but where else they are measured."""
+    return {name: value for name, value in asdict(config).items() if name != "evaluate"}
+
+
+def _command(config: PretrainConfig) -> str:
+    """The command line of these settings; where data and weights are is the machine's own affair."""
+    words = ["icrl-gym", "pretrain"]
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if item.name in ("root", "out") or (value == item.default and item.name not in ("domain", "noise", "seed")):
+            continue
+        option = item.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return " ".join(words)
+
+
+def _data(config: PretrainConfig) -> dict[str, Any]:
+    """What was trained on, for the card."""
+    dataset = load_dataset(dataset_id(config.domain, config.noise), config.root)
+    half = config.episodes // 2
+    return {
+        "dataset": str(dataset.id),
+        "sha256": dataset.storage.metadata["icrl_gym"]["sha256"],
+        "task": resolve_task(config.domain),
+        "policy": "Meta-World's scripted expert with Gaussian noise on its actions, clipped to their range",
+        "noise_level": config.noise,
+        "noise_standard_deviation": NOISE_LEVELS[config.noise],
+        "steps_of_an_episode": config.steps,
+        "goals_trained_on": half,
+        "goals_held_out": config.episodes - half,
+        "data_seed": 0,
+    }
+
+
+def _uses(result: Pretrained, config: PretrainConfig, measured: dict[str, dict[str, float | None]]) -> dict[str, str]:
+    """What the weights are good for, and what not, as far as it was measured."""
+    task = resolve_task(config.domain)
+    good = (
+        f"Values at the discount {config.gamma} from a context of about {config.n_context} transitions of one goal of {task}, whose "
+        f"states are Meta-World's own observations as they are and whose rewards are multiplied by {config.reward_scale}."
+    )
+    bad = (
+        f"Other discounts: gamma is part of the weights. Standardized states, or those of other "
+        f"environments: the temperature is a squared distance between raw states. Nothing was measured with contexts far from "
+        f"{config.n_context} transitions, nor inside of PPO, whose critic has settings of its own."
+    )
+    worst = {
+        domain: max((loss for loss in levels.values() if loss is not None), default=math.nan)
+        for domain, levels in measured.items()
+    }
+    below, above = [d for d, loss in worst.items() if loss < 1], [d for d, loss in worst.items() if loss >= 1]
+    if below:
+        good += (
+            " Held-out TD loss below that of the value zero (1) at all three noise levels, worst level in brackets: "
+            + ", ".join(f"{d} ({worst[d]:.2g})" for d in below)
+            + "."
+        )
+    if above:
+        bad += (
+            " Held-out TD loss not below that of the value zero: "
+            + ", ".join(f"{d} ({worst[d]:.2g})" for d in above)
+            + "."
+        )
+    before, after = result.held_out
+    if after > before:
+        bad += (
+            f" On held-out goals at the noise that it was trained with, training raised the loss: unit steps at the temperature "
+            f"{config.temperature:g} have {before:.2g}, these weights {after:.2g}."
+        )
+    largest = float(result.transformer.step_sizes.abs().max()) if config.n_layers else 0.0
+    if config.step_normalization == "row_sum" and largest > 2:
+        bad += (
+            f" No bound holds for every context: layers of steps above 2 can diverge where the top eigenvalue of the kernel "
+            f"matrix comes near its largest row sum, as with states nearly all alike, and the largest step is {largest:.2g}."
+        )
+    return {"good_for": good, "not_good_for": bad}
 
 
 def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
@@ -261,8 +393,9 @@ def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
     measured = similarity(learned, batch, queries.states).as_dict()
     learned.save_pretrained(folder)
     card = {
-        "trained_by": "icrl-gym pretrain --train matrices",
-        "config": asdict(config),
+        "trained_by": _command(config),
+        "data": _data(config),
+        "config": training_settings(config),
         "versions": versions(),
         "held_out_td_loss_of_the_construction": before,
         "held_out_td_loss": after,

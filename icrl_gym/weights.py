@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from icrl_gym.learned import LearnedTransformer
     from icrl_gym.transformer import InContextTransformer
 
-__all__ = ["load", "load_learned", "save", "save_learned", "shipped"]
+__all__ = ["load", "load_learned", "save", "save_learned", "shipped", "shipped_card"]
 
 _Built = TypeVar("_Built")
 
@@ -67,6 +67,8 @@ def save_learned(learned: LearnedTransformer, folder: str | os.PathLike[str]) ->
 def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer | AdaptiveTransformer:
     """Read a transformer from a folder, or one that the package ships, by name.
 
+    A folder comes first. The names of Meta-World's tasks may do without their ``-v3``.
+
     Raises:
         FileNotFoundError: Neither a folder with a transformer nor a shipped name.
         ValueError: A file that is truncated, of another format, or not safetensors. No code in it is run.
@@ -75,14 +77,19 @@ def load(folder_or_name: str | os.PathLike[str]) -> InContextTransformer | Adapt
     safetensors = _safetensors()
     path = Path(folder_or_name)
     if not (path / _CONFIG).is_file():
-        shipped_path = _shipped_folder() / str(folder_or_name)
-        if str(folder_or_name) not in shipped():
+        known = shipped()
+        name = next((n for n in (str(folder_or_name), f"{folder_or_name}-v3") if n in known), None)
+        if name is None:
             raise FileNotFoundError(
                 f"no transformer at {str(folder_or_name)!r}: expected a folder with {_CONFIG} and {_WEIGHTS}, "
-                f"or a shipped name ({', '.join(shipped()) or 'this version ships none'})."
+                f"or a shipped name ({', '.join(known) or 'this version ships none'})."
             )
-        path = shipped_path
-    transformer = _build(path, {_FORMAT: _transformer, _ADAPTIVE_FORMAT: _adaptive})
+        path = _shipped_folder() / name
+    builders: dict[str, Callable[[dict[str, Any]], InContextTransformer | AdaptiveTransformer]] = {
+        _FORMAT: _transformer,
+        _ADAPTIVE_FORMAT: _adaptive,
+    }
+    transformer = _build(path, builders)
     _fill(transformer, path, safetensors)
     _check_constants(transformer, path)
     return transformer
@@ -237,6 +244,20 @@ def shipped() -> tuple[str, ...]:
     """The names of the transformers that the package ships."""
     folder = _shipped_folder()
     return tuple(sorted(p.name for p in folder.iterdir() if (p / _CONFIG).is_file())) if folder.is_dir() else ()
+
+
+def shipped_card(name: str) -> dict[str, Any]:
+    """What ``icrl-gym pretrain`` wrote beside a shipped transformer: data, seed, command, and what it is good for.
+
+    Args:
+        name: One of :func:`shipped`.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if name not in shipped():
+        raise ValueError(f"no shipped transformer is named {name!r}; expected one of {', '.join(shipped())}.")
+    return json.loads((_shipped_folder() / name / "card.json").read_text())
 
 
 def _shipped_folder() -> Path:

@@ -8,16 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from icrl_gym import InContextTransformer
 from icrl_gym.cli import main
-from icrl_gym.experiments import EXPERIMENTS, Report
+from icrl_gym.datasets import Transitions, contexts, dataset_id, load_transitions
+from icrl_gym.experiments import BEYOND, EXPERIMENTS, Report, ReproduceConfig, write_page
 from icrl_gym.experiments.grid import run_grid
 from icrl_gym.experiments.offset import offset_cell
 from icrl_gym.experiments.report import interval
 from icrl_gym.experiments.synthetic import synthetic_cell
+from icrl_gym.kernels import RBFKernel
+from icrl_gym.td_loss import td_loss_by_depth
 
 
-def table(folder):
-    with (folder / "table.csv").open() as stream:
+def table(folder, name="table.csv"):
+    with (folder / name).open() as stream:
         return list(csv.DictReader(stream))
 
 
@@ -64,11 +68,35 @@ def test_a_page_of_everything_that_is_finished(tmp_path):
     ]
     assert main([*run, "--semi-gradient"]) == 0  # which changes nothing here but the folder
     assert main(run) == 0
-    page = (tmp_path / "docs" / "reproduced.md").read_text()
+    file = tmp_path / "docs" / "results.md"
+    page = file.read_text()
     assert page.index("\n## offset\n") < page.index("\n## offset-semi-gradient\n")
     assert "icrl-gym reproduce offset --semi-gradient" in page and page.count("The paper: ") == 2
     targets = re.findall(r"\]\((results/[^)]+)\)", page)
     assert len(targets) == 4 and all((tmp_path / "docs" / target).is_file() for target in targets)
+    # What is written by hand around the marks stays, and writing it again changes nothing.
+    file.write_text(page.replace("# Results", "# Mine\n\nBefore.") + "After.\n")
+    mine = file.read_text()
+    assert write_page(tmp_path / "out", tmp_path / "docs") == file and file.read_text() == mine
+    for text in ("Only mine.\n", "Half <!-- reproduced: begin --> a page.\n"):
+        file.write_text(text)
+        write_page(tmp_path / "out", tmp_path / "docs")
+        assert file.read_text().startswith(text) and "\n## offset\n" in file.read_text()
+
+
+def test_all_writes_the_page_into_docs_and_a_quick_one_beside_its_numbers():
+    assert ReproduceConfig("all").page == Path("docs") and ReproduceConfig("noise").page is None
+    assert ReproduceConfig("all", quick=True, out="there").page == Path("there")
+    assert ReproduceConfig("noise", docs="mine").page == ReproduceConfig("all", docs="mine").page == Path("mine")
+
+
+def test_a_long_table_is_shown_by_its_summary(tmp_path):
+    rows = [{"x": x, "|x|": abs(x)} for x in range(-50, 50)]
+    report = Report("cross-domain", "a.", "b.", True, rows, summary=[{"sum": 50.0}])
+    report.write(tmp_path / "out" / "cross-domain", {"semi_gradient": False, "seeds": 1})
+    page = write_page(tmp_path / "out", tmp_path / "docs").read_text()
+    assert "| sum |\n| --- |\n| 50 |\n" in page and "| x |" not in page
+    assert len(table(tmp_path / "docs" / "results", "cross-domain.csv")) == 100
 
 
 def counted(x, log):
@@ -118,22 +146,149 @@ def test_a_verdict_says_whether_it_agrees():
     assert report.markdown() == "| a | b |\n| --- | --- |\n| 1 | c |\n|  | d |\n"
 
 
-def test_the_experiments_on_meta_world_run(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def meta_world(tmp_path_factory):
+    """The experiments on Meta-World's data at their quick size, in two processes."""
+    out = tmp_path_factory.mktemp("meta_world")
     for name in ("noise", "cross-domain", "temperature", "linear"):
-        assert main(["reproduce", name, "--quick", "--seeds", "1", "--out", str(tmp_path)]) == 0
-        assert (tmp_path / name / "verdict.md").is_file() and list((tmp_path / name).glob("*.png"))
-    rows = table(tmp_path / "cross-domain")
-    assert len(rows) == 2 * 5 * 5 * 3 and all(float(row["held-out"] or "nan") != 1.0 for row in rows)
-    noise = {(r["domain"], r["noise"], r["normalization"]): r["held-out"] for r in table(tmp_path / "noise")}
+        assert main(["reproduce", name, "--quick", "--jobs", "2", "--out", str(out)]) == 0
+    return out
+
+
+def cells_of(out, name, **wanted):
+    """What the grid of an experiment kept: (settings, result) of the cells with these settings."""
+    stored = [json.loads(file.read_text()) for file in sorted((out / "cells").glob(f"{name}-*.json"))]
+    found = [(c["cell"]["settings"], c["result"]) for c in stored]
+    return [(s, r) for s, r in found if all(s[key] == value for key, value in wanted.items())]
+
+
+def numbers(row, *names):
+    return [float(row[name]) for name in names]
+
+
+def test_the_experiments_on_meta_world_leave_tables_that_agree(meta_world):
+    for name in ("noise", "cross-domain", "temperature", "linear"):
+        assert (meta_world / name / "verdict.md").is_file() and list((meta_world / name).glob("*.png"))
+    rows = table(meta_world / "cross-domain")
+    assert len(rows) == 2 * 5 * 5 * 3 and all(numbers(row, "held-out")[0] != 1.0 for row in rows)
+    noise = {(r["domain"], r["noise"], r["normalization"]): r["held-out"] for r in table(meta_world / "noise")}
     for row in rows:  # the same cells
         if row["trained on"] == row["tested on"] and row["trained on"] != "button-press-v3":
             assert noise[row["trained on"], row["noise"], row["normalization"]] == row["held-out"]
 
 
+def test_same_seed_same_table_in_one_process_and_two_on_meta_world(meta_world, tmp_path):
+    run = ["reproduce", "linear", "--quick", "--jobs", "1", "--out", str(tmp_path)]
+    assert main([*run, "--root", str(meta_world / "datasets")]) == 0
+    assert table(tmp_path / "linear") == table(meta_world / "linear")
+    assert (tmp_path / "linear" / "verdict.md").read_text() == (meta_world / "linear" / "verdict.md").read_text()
+
+
+def test_a_cell_of_cross_domain_is_what_its_weights_do_on_the_goals_held_out(meta_world):
+    train, test, level = "plate-slide-v3", "pick-place-wall-v3", "medium"
+    where = {"trained on": train, "tested on": test, "noise": level, "normalization": "row_sum"}
+    (row,) = [r for r in table(meta_world / "cross-domain") if {k: r[k] for k in where} == where]
+    inside, outside, shares = [], [], []
+    for seed in (0, 1):
+        (settings, result), = cells_of(
+            meta_world, "transfer_cell", domain=train, step_normalization="row_sum", seed=seed
+        )  # fmt: skip
+        weights = InContextTransformer(RBFKernel(result["temperature"]), result["step_sizes"], 0.9, "row_sum")
+        # By the data set itself: goals 2 and 3 of 4, rewards in tenths.
+        data = load_transitions(dataset_id(test, level), episodes=(2, 3), root=meta_world / "datasets")
+        scaled = Transitions(
+            data.states, 0.1 * data.rewards, data.next_states, data.terminated, data.truncated, data.episode
+        )
+        batch, queries = contexts(scaled, settings["n_context"], 4, seed, settings["n_queries"])
+        losses = td_loss_by_depth(weights, batch, queries)
+        stored = result["tests"][f"{test} {level}"]
+        np.testing.assert_allclose(stored["in_context"], losses[0].nanmean(0), rtol=1e-9)
+        np.testing.assert_allclose(stored["held_out"], losses[1].nanmean(0), rtol=1e-9)
+        # And one context, of those with any reward, by the value function alone.
+        one = int(queries.rewards.abs().amax(-1).argmax())
+        value, asked = weights.condition(batch[one]), queries[one]
+        here, there = value(asked.states).numpy(), value(asked.next_states).numpy()
+        errors = asked.rewards.numpy() + 0.9 * there - here
+        direct = np.mean(errors**2) / np.mean(asked.rewards.numpy() ** 2)
+        assert float(losses[1][one, -1]) == pytest.approx(direct, rel=1e-9)
+        inside.append(stored["in_context"][-1])
+        outside.append(stored["held_out"][-1])
+        seen = losses[1][:, -1][~losses[1][:, -1].isnan()]
+        shares.append(float((seen < 1).double().mean()))
+        # The largest step times the top eigenvalue, by NumPy.
+        points = batch.states.numpy()
+        distances = ((points[:, :, None] - points[:, None]) ** 2).sum(-1)
+        gram = np.exp(-distances / (2 * result["temperature"]))
+        tops = [np.linalg.eigvalsh(g)[-1] * max(result["step_sizes"]) / g.sum(0).max() for g in gram]
+        assert stored["top"] == pytest.approx(max(tops), rel=1e-6)
+    assert numbers(row, "in-context", "held-out", "contexts below 1") == pytest.approx(
+        [np.mean(inside), np.mean(outside), np.mean(shares)], rel=1e-9
+    )
+
+
+def test_intervals_of_the_tables_contain_their_means(meta_world):
+    for name, mean in (
+        ("noise", "held-out"),
+        ("cross-domain", "held-out"),
+        ("linear", "held-out"),
+        ("temperature", "trained"),
+    ):
+        for row in table(meta_world / name):
+            middle, low, high = numbers(row, mean, "95% low", "95% high")
+            # Of two seeds with one that has no reward there is no interval.
+            assert np.isnan(low) or low * (1 - 1e-9) <= middle <= high * (1 + 1e-9), row
+
+
+def test_the_verdicts_count_what_the_tables_hold(meta_world):
+    rows = table(meta_world / "cross-domain")
+    domains = list(dict.fromkeys(row["trained on"] for row in rows))
+
+    def worst(normalization, train, test):
+        where = (normalization, train, test)
+        losses = [
+            numbers(r, "held-out")[0] for r in rows if (r["normalization"], r["trained on"], r["tested on"]) == where
+        ]
+        return max(loss for loss in losses if not np.isnan(loss))
+
+    counts = []
+    for normalization in ("length", "row_sum"):
+        four = [worst(normalization, a, b) < 1 for a in domains[:4] for b in domains[:4]]
+        button = [worst(normalization, a, domains[4]) < 1 for a in domains[:4]]
+        counts += [sum(four), sum(button)]
+    verdict = (meta_world / "cross-domain" / "verdict.md").read_text()
+    said = re.search(r"length, (\d+) of the 16 .* and (\d+) of 4 .* row_sum (\d+) of 16 and (\d+) of 4", verdict)
+    assert list(map(int, said.groups())) == counts
+    matrix = (meta_world / "cross-domain" / "summary.md").read_text()
+    assert matrix.count("\n") == 12 and f"{worst('row_sum', domains[0], domains[4]):.4g} |" in matrix
+
+    noise = [r for r in table(meta_world / "noise") if not np.isnan(float(r["held-out"]))]
+    verdict = (meta_world / "noise" / "verdict.md").read_text()
+    below = {
+        n: [numbers(r, "held-out")[0] < 1 for r in noise if r["normalization"] == n] for n in ("length", "row_sum")
+    }
+    said = re.search(r"in (\d+) of (\d+) cells; with row_sum in (\d+) of (\d+)", verdict)
+    assert list(map(int, said.groups())) == [f(below[n]) for n in ("length", "row_sum") for f in (sum, len)]
+
+    verdict = (meta_world / "linear" / "verdict.md").read_text()
+    trained = {
+        r["kernel"]: numbers(r, "held-out")[0] for r in table(meta_world / "linear") if r["weights"] == "trained"
+    }
+    assert all(f"{kernel} {loss:.3g}" in verdict for kernel, loss in trained.items())
+    assert f"on {int(trained['linear'] >= 1)} of them" in verdict
+
+    verdict = (meta_world / "temperature" / "verdict.md").read_text()
+    for row in table(meta_world / "temperature"):
+        assert f"{row['domain']} {float(row['trained']):.3g}" in verdict
+        found = [r["temperature"] for _, r in cells_of(meta_world, "transfer_cell", domain=row["domain"],
+                 step_normalization="row_sum", kernel="rbf", iterations=15) if len(r["tests"]) == 15]  # fmt: skip
+        assert float(row["trained"]) == pytest.approx(np.prod(found) ** (1 / len(found)))
+
+
 def test_what_a_user_gets_wrong(tmp_path, capsys):
     assert main(["reproduce", "offset", "--seeds", "0", "--out", str(tmp_path)]) == 2
     assert "--seeds must be at least 1" in capsys.readouterr().err
-    assert set(EXPERIMENTS) == {"noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "boyan"}
+    paper = {"noise", "cross-domain", "temperature", "linear", "synthetic", "offset", "boyan"}
+    assert set(EXPERIMENTS) - set(BEYOND) == paper and set(BEYOND) < set(EXPERIMENTS)
 
 
 def test_the_readme_s_command_is_one_that_is_tested():

@@ -3,13 +3,17 @@
 import json
 import math
 import pickle
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import tyro
 
 from icrl_gym import Context, InContextTransformer
 from icrl_gym.adaptive import AdaptiveTransformer
+from icrl_gym.datasets import NOISE_LEVELS, CollectConfig, collect, contexts, dataset_id, load_transitions
 from icrl_gym.kernels import (
     ExponentialKernel,
     Kernel,
@@ -20,6 +24,9 @@ from icrl_gym.kernels import (
     ReLUKernel,
     SoftmaxKernel,
 )
+from icrl_gym.metaworld import PAPER_DOMAINS
+from icrl_gym.pretraining import PretrainConfig, scaled, training_settings
+from icrl_gym.weights import shipped, shipped_card
 
 TRANSFORMERS = {
     "trained": InContextTransformer(
@@ -199,6 +206,78 @@ def test_a_save_over_another_transformer_replaces_it_or_leaves_nothing_that_load
         InContextTransformer.from_pretrained(folder)
     other.save_pretrained(folder)
     assert repr(InContextTransformer.from_pretrained(folder)) == repr(other)
+
+
+# What the package ships
+
+
+SHIPPED = tuple(PAPER_DOMAINS)
+
+
+def test_the_weights_of_the_paper_s_domains_are_shipped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert set(shipped()) == set(SHIPPED)
+    short = InContextTransformer.from_pretrained("pick-place")
+    assert torch.equal(short.step_sizes, InContextTransformer.from_pretrained("pick-place-v3").step_sizes)
+    with pytest.raises(FileNotFoundError, match=r"or a shipped name .*plate-slide-v3"):
+        InContextTransformer.from_pretrained("pick-place-v3-v3")
+    with pytest.raises(ValueError, match="no shipped transformer is named 'reach-v3'; expected one of button-press-v3"):
+        shipped_card("reach-v3")
+    # A folder of that name in the working directory comes first.
+    TRANSFORMERS["trained"].save_pretrained(tmp_path / "pick-place")
+    assert repr(InContextTransformer.from_pretrained("pick-place")) == repr(TRANSFORMERS["trained"])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_transformer_is_the_paper_s_construction_and_has_a_card(name):
+    transformer, card = InContextTransformer.from_pretrained(name), shipped_card(name)
+    assert (
+        transformer.n_layers == 20 and float(transformer.gamma) == 0.9 and transformer.step_normalization == "row_sum"
+    )
+    assert isinstance(transformer.kernel, RBFKernel) and 0.01 < float(transformer.kernel.temperature) < 1
+    assert transformer.algorithm.name == "td" and transformer.acceleration == "none" and not transformer.value_shift
+    assert bool((transformer.step_sizes > 1).all()) and bool((transformer.step_sizes < 20).all())
+    assert card["temperature"] == float(transformer.kernel.temperature)
+    assert card["step_sizes"] == transformer.step_sizes.tolist()
+    assert card["config"]["domain"] == card["data"]["task"] == name and card["config"]["seed"] == 0
+    assert card["data"]["dataset"] == dataset_id(name, "high") and re.fullmatch("[0-9a-f]{64}", card["data"]["sha256"])
+    assert (
+        card["trained_by"].startswith(f"icrl-gym pretrain --domain {name} --noise high ")
+        and "/" not in card["trained_by"]
+    )
+    assert card["config"]["root"] is None and card["config"]["out"] == name
+    assert {"torch", "metaworld", "numpy", "python", "icrl-gym"} <= set(card["versions"])
+    losses = card["held_out_td_loss_by_domain"]
+    assert set(losses) == set(SHIPPED) and all(set(levels) == set(NOISE_LEVELS) for levels in losses.values())
+    assert all(0 < loss < 1 for levels in losses.values() for loss in levels.values())
+    assert losses[name]["high"] == card["held_out_td_loss"]
+    assert f"{name} ({max(losses[name].values()):.2g})" in card["good_for"]
+    raised = card["held_out_td_loss"] > card["held_out_td_loss_of_the_construction"]
+    assert ("training raised the loss" in card["not_good_for"]) == raised
+    assert f"the largest step is {max(card['step_sizes']):.2g}" in card["not_good_for"]
+
+
+def test_the_command_of_a_card_is_understood_and_says_its_settings():
+    card = shipped_card("shelf-place-v3")
+    config = tyro.cli(PretrainConfig, args=card["trained_by"].split()[2:])
+    assert training_settings(replace(config, out="shelf-place-v3")) == card["config"]
+    assert config.evaluate == SHIPPED
+
+
+def test_shipped_weights_evaluate_fresh_recordings_better_than_the_value_zero(tmp_path):
+    # Other goals and other noise than those of any training: another seed.
+    collect(
+        CollectConfig(
+            ("plate-slide", "button-press"), ("medium",), episodes=2, steps=150, seed=7, root=str(tmp_path), jobs=1
+        )
+    )
+    for task in ("plate-slide-v3", "button-press-v3"):
+        data = load_transitions(dataset_id(task, "medium"), root=tmp_path)
+        batch, queries = contexts(scaled(data, 0.1), 100, 4, 0, 50)
+        for name in SHIPPED:
+            value = InContextTransformer.from_pretrained(name).condition(batch)
+            errors = queries.rewards + 0.9 * value(queries.next_states) - value(queries.states)
+            assert float(errors.square().mean() / queries.rewards.square().mean()) < 0.2, (task, name)
 
 
 def test_a_kernel_of_one_s_own_works_and_says_that_it_cannot_be_saved(tmp_path):

@@ -316,6 +316,7 @@ def all_domains(config: ReproduceConfig) -> Report:
         agrees,
         rows,
         {f"heat_map_{gamma:g}".replace(".", "_"): _heat_map(rows, gamma) for gamma in GAMMAS},
+        summary=[_counts(rows, gamma, name) for gamma in GAMMAS for name in CONSTRUCTIONS],
     )
 
 
@@ -337,16 +338,25 @@ def _interval_of_the_median(values: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _counts(rows: list[dict[str, Any]], gamma: float, name: str) -> dict[str, Any]:
+    """A construction over all cells of a discount."""
+    mine = [row for row in rows if row["gamma"] == gamma]
+    losses = np.array([row[name] for row in mine])
+    return {
+        "gamma": gamma, "construction": name, "cells": len(mine), "median": float(np.median(losses)), "worst": float(losses.max()),
+        "below 1": int((losses < 1).sum()), "below the best constant": sum(row[name] < row["constant"] for row in mine),
+        "correlation": float(np.nanmedian([row[f"correlation, {name}"] for row in mine])),
+    }  # fmt: skip
+
+
 def _summary(rows: list[dict[str, Any]], gamma: float) -> str:
     mine = [row for row in rows if row["gamma"] == gamma]
     parts = []
     for name in CONSTRUCTIONS:
-        losses = np.array([row[name] for row in mine])
-        below = sum(row[name] < row["constant"] for row in mine)
-        correlations = [row[f"correlation, {name}"] for row in mine]
+        counts = _counts(rows, gamma, name)
         parts.append(
-            f"{name} {np.median(losses):.3g} (worst {losses.max():.3g}, {int((losses < 1).sum())} below 1, {below} below the best "
-            f"constant, correlation {np.nanmedian(correlations):.3f})"
+            f"{name} {counts['median']:.3g} (worst {counts['worst']:.3g}, {counts['below 1']} below 1, "
+            f"{counts['below the best constant']} below the best constant, correlation {counts['correlation']:.3f})"
         )
     near = sum(row["adaptive"] <= 1.1 * row["adaptive fixed point"] for row in mine)
     ratios = [row["MLP's time to the adaptive loss / adaptive time"] for row in mine]

@@ -349,6 +349,15 @@ def boyan(config: ReproduceConfig) -> Report:
             for depth in depths
             for name in ("loss", "msve", "step", *MEASURES)
         },
+        [
+            {
+                "model": model,
+                "layers": depth or "",
+                "values": kind,
+                **{f"n = {n}": float(over_tasks.mean()) for n, over_tasks in zip(lengths, table, strict=True)},
+            }
+            for (model, depth, kind), table in errors.items()
+        ],
     )
 
 

@@ -51,7 +51,8 @@ class ReproduceConfig:
     out: str = "reproduced"
     """Where to: a folder for each experiment, and cells/ with what is finished of its grid."""
     docs: str | None = None
-    """Also write a page of all that stands finished in --out, with tables and figures, into this folder."""
+    """Where results.md goes, a page of all that stands finished in --out, with tables and figures (None: `all` writes it into docs,
+    a quick one into --out, and a single experiment writes none)."""
     root: str | None = None
     """Where the datasets are (None: Minari's own folder)."""
 
@@ -68,6 +69,14 @@ class ReproduceConfig:
     def label(self, name: str) -> str:
         """The folder of an experiment."""
         return f"{name}{SEMI_GRADIENT}" if self.semi_gradient else name
+
+    @property
+    def page(self) -> Path | None:
+        """The folder of the page of results, if one is to be written."""
+        if self.docs is not None:
+            return Path(self.docs)
+        # The numbers of a quick run say little, and must not take the place of those that stand in docs.
+        return None if self.name != "all" else Path(self.out if self.quick else "docs")
 
     @property
     def workers(self) -> Workers:

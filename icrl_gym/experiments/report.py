@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from icrl_gym.runs import versions, write_whole
 from icrl_gym.statistics import bootstrap_interval
+from icrl_gym.tables import markdown_table
 
 __all__ = ["Report", "interval", "mean_curve"]
 
@@ -32,6 +33,7 @@ class Report:
         rows: The table, one dictionary a row, all with the same keys.
         figures: From a name to a matplotlib figure (None without matplotlib).
         scalars: From a TensorBoard tag to (step, value) pairs.
+        summary: A short table for where the whole one is too long to read; may be empty.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Report:
     rows: list[dict[str, Any]]
     figures: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    summary: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -49,10 +52,7 @@ class Report:
 
     def markdown(self) -> str:
         """The table in Markdown."""
-        header = list(self.rows[0])
-        lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
-        lines += ["| " + " | ".join(_cell(row[name]) for name in header) + " |" for row in self.rows]
-        return "\n".join(lines) + "\n"
+        return markdown_table(self.rows)
 
     def write(self, folder: Path, config: dict[str, Any]) -> None:
         """Write everything into a folder: whole files, the verdict last."""
@@ -64,6 +64,8 @@ class Report:
         writer.writerows(self.rows)
         write_whole(folder / "table.csv", table.getvalue())
         write_whole(folder / "table.md", self.markdown())
+        if self.summary:
+            write_whole(folder / "summary.md", markdown_table(self.summary))
         for name, figure in self.figures.items():
             if figure is not None:
                 for kind in ("png", "pdf"):
@@ -95,9 +97,3 @@ def mean_curve(curves: Sequence[Sequence[float]]) -> np.ndarray:
     """The mean (k,) of several curves of k points over those that are no NaN, point by point; NaN where all are."""
     # torch: NumPy warns of a point where all are NaN.
     return torch.tensor(curves, dtype=torch.float64).nanmean(0).numpy()
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "" if np.isnan(value) else f"{value:.4g}"
-    return str(value)

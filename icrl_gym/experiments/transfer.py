@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from icrl_gym.experiments.grid import run_grid
 from icrl_gym.experiments.report import Report, interval, mean_curve
 from icrl_gym.metaworld import PAPER_DOMAINS
 from icrl_gym.plots import new_figure
-from icrl_gym.pretraining import PretrainConfig, split, train_step_sizes
+from icrl_gym.pretraining import PretrainConfig, split, train_step_sizes, training_settings
 from icrl_gym.td_loss import td_loss_by_depth
 from icrl_gym.transformer import InContextTransformer
 
@@ -78,7 +77,7 @@ def _settings(config: ReproduceConfig, **changes: Any) -> dict[str, Any]:
         root=config.root,
         batch_size=config.size(16, 4),
     )
-    return {**asdict(base), "semi_gradient": config.semi_gradient, **changes}
+    return {**training_settings(base), "semi_gradient": config.semi_gradient, **changes}
 
 
 def _collect(config: ReproduceConfig, domains: Sequence[str], levels: Sequence[str]) -> None:
@@ -204,6 +203,15 @@ def cross_domain(config: ReproduceConfig) -> Report:
         transfers and button_fails,
         rows,
         {"cross_domain": figure},
+        summary=[
+            {
+                "trained on": train,
+                "normalization": normalization,
+                **{test.removesuffix("-v3"): float(worst[i, j]) for j, test in enumerate(PAPER_DOMAINS)},
+            }
+            for normalization, worst in matrix.items()
+            for i, train in enumerate(PAPER_DOMAINS)
+        ],
     )
 
 
