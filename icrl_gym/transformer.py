@@ -549,7 +549,8 @@ class InContextTransformer(nn.Module):
             if self.algorithm.has_trace:
                 present = context.mask.to(problem.targets)
                 reach = self.algorithm.traced(present, context, problem.gamma)
-                normalizer = normalizer * (reach.amax(-1) if reach.shape[-1] else 1.0)
+                # At least a transition itself; without any, nothing moves whatever the step.
+                normalizer = normalizer * (reach.amax(-1).clamp_min(1.0) if reach.shape[-1] else 1.0)
         return self.step_sizes.to(normalizer) / normalizer.unsqueeze(-1)
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
@@ -639,7 +640,7 @@ class InContextTransformer(nn.Module):
             normalizer = normalizer + decay
             if prompt.traces is not None:
                 columns = (prompt.traces * prompt.keys.unsqueeze(-1)).sum(-2)
-                normalizer = normalizer * (columns * prompt.keys).amax(-1)
+                normalizer = normalizer * (columns * prompt.keys).amax(-1).clamp_min(1.0)
         return normalizer
 
     def _prompt_kernel(self, prompt: Prompt, states: Float[Tensor, "*b c d"]) -> Kernel:

@@ -132,6 +132,19 @@ def test_many_layers_end_at_the_fixed_point_and_it_solves_the_system(name, landm
         torch.testing.assert_close(deep.condition(context)(context.states), value(context.states), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("acceleration", ["none", "conjugate"])
+def test_a_context_without_a_transition_has_the_value_zero(name, acceleration):
+    if acceleration == "conjugate" and not Algorithm(name).positive:
+        return
+    transformer = transformer_of(name, RBFKernel(0.7), n_layers=3, acceleration=acceleration)
+    queries = torch.ones(2, 3).double()
+    for context in (Context.empty(3), Context(**{**vars(episodes()), "mask": torch.zeros(12, dtype=torch.bool)})):
+        value = transformer.condition(context)
+        literal = transformer.read_out(transformer(transformer.embed(context, queries)))
+        assert value(queries).tolist() == literal.tolist() == [0.0, 0.0] and float(value.offset) == 0.0
+
+
 def test_lambda_0_is_td_and_gamma_0_makes_td_residual_gradient_and_monte_carlo_one():
     context, kernel = episodes(), RBFKernel(0.5)
     steps = {"step_sizes": [0.7, 0.4]}

@@ -113,6 +113,12 @@ def test_a_grid_computes_each_cell_once_and_keeps_what_is_done(tmp_path):
     with pytest.raises(RuntimeError, match="unlucky"):
         run_grid(counted, cells, tmp_path / "cells", 1, "test")
     assert log.read_text().split() == ["2", "3", "13"]
+    damaged = sorted((tmp_path / "cells").iterdir())[0]
+    square = json.loads(damaged.read_text())["cell"]["x"]
+    damaged.write_text(damaged.read_text()[:-9])
+    results = run_grid(counted, cells[:3], tmp_path / "cells", 1, "test")
+    assert [r["square"] for r in results] == [4, 9, 4] and log.read_text().split() == ["2", "3", "13", str(square)]
+    log.write_text("2 3 13 ")
     results = run_grid(counted, [*cells[:3], {"x": 4, "log": str(log)}], tmp_path / "cells", 1, "test")
     assert [r["square"] for r in results] == [4, 9, 4, 16]
     assert log.read_text().split() == ["2", "3", "13", "4"]

@@ -45,7 +45,7 @@ def run_grid(
     cache.mkdir(parents=True, exist_ok=True)
     files = [cache / f"{_key(function, cell)}.json" for cell in cells]
     first = {file: index for index, file in reversed(list(enumerate(files)))}  # cells may be equal
-    missing = sorted(index for file, index in first.items() if not file.is_file())
+    missing = sorted(index for file, index in first.items() if not _is_known(file))
     if missing:
         print(f"{label}: {len(first)} cells, {len(first) - len(missing)} known, {len(missing)} to compute", flush=True)
     with closing(_Progress(label, len(missing))) as progress:
@@ -97,6 +97,14 @@ class _Progress:
 
 def _call(function: Callable[..., dict[str, Any]], cell: Mapping[str, Any]) -> dict[str, Any]:
     return function(**cell)
+
+
+def _is_known(file: Path) -> bool:
+    """Whether a cell is there and whole; a damaged one is computed again."""
+    try:
+        return "result" in json.loads(file.read_text())
+    except (FileNotFoundError, ValueError, TypeError):
+        return False
 
 
 def _key(function: Callable[..., Any], cell: Mapping[str, Any]) -> str:
