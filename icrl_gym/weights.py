@@ -250,14 +250,16 @@ def shipped_card(name: str) -> dict[str, Any]:
     """What ``icrl-gym pretrain`` wrote beside a shipped transformer: data, seed, command, and what it is good for.
 
     Args:
-        name: One of :func:`shipped`.
+        name: One of :func:`shipped`, with or without its ``-v3``.
 
     Raises:
         ValueError: Another name.
     """
-    if name not in shipped():
-        raise ValueError(f"no shipped transformer is named {name!r}; expected one of {', '.join(shipped())}.")
-    return json.loads((_shipped_folder() / name / "card.json").read_text())
+    known = shipped()
+    found = next((n for n in (name, f"{name}-v3") if n in known), None)
+    if found is None:
+        raise ValueError(f"no shipped transformer is named {name!r}; expected one of {', '.join(known)}.")
+    return json.loads((_shipped_folder() / found / "card.json").read_text())
 
 
 def _shipped_folder() -> Path:
