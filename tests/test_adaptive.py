@@ -405,3 +405,24 @@ def test_no_context_makes_conjugate_layers_with_a_ridge_diverge(case, n_layers):
     norms = (left / size).norm(dim=-1)
     # The norm of the system falls; of it and the squares the condition number, at most 1 + 1 / rho, is the ratio.
     assert float(norms.max()) <= math.sqrt(1 + 1 / 1e-3) * float(norms[0]) * (1 + 1e-6)
+
+
+def at_the_edge(kind):
+    """Contexts that only one line each of the adaptive transformer keeps from harm."""
+    rng, n = np.random.default_rng(0), 8
+    rewards, s, gamma = rng.normal(size=n), rng.normal(size=(n, 2)), 0.9
+    if kind == "differences near rounding":
+        t, gamma = s + 1e-8 * rng.normal(size=(n, 2)), 1.0
+    else:
+        s, t = 1e-300 * s, np.full((n, 2), 1e300)
+    return Context(s, rewards, t, np.zeros(n, bool)), gamma
+
+
+@pytest.mark.parametrize("kind", ["differences near rounding", "next states beyond all numbers"])
+def test_contexts_at_the_edge_of_what_numbers_can_say(kind):
+    context, gamma = at_the_edge(kind)
+    value = AdaptiveTransformer(gamma=gamma).condition(context)
+    values = value(torch.cat([context.states, context.next_states]))
+    # Without the least ridge they would be a million times the rewards, and their errors not those that were promised.
+    assert torch.isfinite(values).all() and float(values.abs().max()) < 100
+    torch.testing.assert_close(td_errors(value, context, gamma), value.td_errors[-1], rtol=0, atol=1e-5)

@@ -197,6 +197,14 @@ def test_the_same_two_transitions_do_no_harm_to_the_others():
         assert bool(check_convergence(td, context).diverges) == diverges
 
 
+def test_empty_places_change_no_ridge():
+    context, kernel, eigenvalue = two_centers()
+    padded = Context.cat([context, context])
+    padded.mask[2:] = False
+    found = check_convergence(InContextTransformer(kernel, step_sizes=[1.0], gamma=0.99), padded)
+    assert float(found.safe_ridge) == pytest.approx(-eigenvalue / 2, rel=1e-6)
+
+
 def test_one_transition_is_enough_where_values_are_linear():
     # Tsitsiklis and Van Roy 1997: a state of feature 1 leads to one of feature 2.
     context = Context([[1.0]], [1.0], [[2.0]], [False])
