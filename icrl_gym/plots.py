@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["binned", "depth_figure", "learning_curves", "new_figure"]
+from icrl_gym.statistics import bootstrap_interval
+
+__all__ = ["binned", "depth_figure", "learning_curves", "new_figure", "performance_profiles", "task_curves"]
 
 INSTALL = 'pip install "icrl-gym[plots]"'
 
@@ -86,6 +88,103 @@ def learning_curves(
     axes.set_title(title)
     if axes.lines:
         axes.legend()
+    _save(figure, file)
+
+
+def task_curves(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]]], file: Path, ylabel: str
+) -> bool:
+    """Draw learning curves of all tasks in one figure: the mean over seeds, in a band of its 95% bootstrap intervals.
+
+    Args:
+        curves: From a task to a label to one (timesteps, values) pair a seed. Seeds of one label are compared at those timesteps
+            that all of them have, or if there is none, in 25 equal stretches.
+        file: The PNG to write; not without matplotlib, which is an extra.
+        ylabel: Of the vertical axes.
+
+    Returns:
+        Whether it was drawn.
+    """
+    columns = min(3, len(curves))
+    rows = math.ceil(len(curves) / columns)
+    figure = new_figure(4.2 * columns, 3.1 * rows + 0.4)
+    if figure is None:
+        return False
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    handles: dict[str, Any] = {}
+    for axes, (task, labels) in zip(grid, curves.items(), strict=False):
+        for color, (label, seeds) in enumerate(labels.items()):
+            seeds = [(t, v) for t, v in seeds if np.size(t)]
+            if not seeds:
+                continue
+            points, values = _aligned(seeds)
+            low, high = np.array([bootstrap_interval(column) for column in values.T.tolist()]).T
+            (handles[label],) = axes.plot(points, values.mean(0), color=f"C{color}", marker=".", label=label)
+            if len(seeds) > 1:
+                axes.fill_between(points, low, high, color=f"C{color}", alpha=0.2, linewidth=0)
+        axes.set_title(task, fontsize=9)
+        axes.set_xlabel("environment steps")
+        axes.set_ylabel(ylabel)
+    for axes in grid[len(curves) :]:
+        axes.set_visible(False)
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside upper center", ncols=min(len(handles), 3 * columns)
+        )
+    _save(figure, file)
+    return True
+
+
+def performance_profiles(
+    thresholds: npt.ArrayLike,
+    curves: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]],
+    file: Path,
+    xlabel: str,
+) -> bool:
+    """Draw the fraction of runs with a score above each threshold.
+
+    Args:
+        thresholds: (k,)
+        curves: From a label to (fractions, lower ends, upper ends), each (k,).
+        file: The PNG to write; not without matplotlib, which is an extra.
+        xlabel: What the score is.
+
+    Returns:
+        Whether it was drawn.
+
+    Source: Agarwal et al. 2021, section 4.2.
+    """
+    figure = new_figure(5.5, 3.8)
+    if figure is None:
+        return False
+    axes = figure.add_subplot()
+    for color, (label, (fractions, low, high)) in enumerate(curves.items()):
+        axes.step(thresholds, fractions, where="post", color=f"C{color}", label=label)
+        axes.fill_between(thresholds, low, high, step="post", color=f"C{color}", alpha=0.15, linewidth=0)
+    axes.set_xlabel(f"score: {xlabel}")
+    axes.set_ylabel("fraction of runs with a larger score")
+    axes.set_ylim(0, 1.02)
+    if curves:
+        axes.legend()
+    _save(figure, file)
+    return True
+
+
+def _aligned(
+    seeds: Sequence[tuple[Sequence[float], Sequence[float]]], n_bins: int = 25
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The curves of seeds at points that all of them have: (k,) and (seeds, k)."""
+    shared = sorted(set.intersection(*(set(t) for t, _ in seeds)))
+    if len(shared) > 1 or (shared and all(len(t) == 1 for t, _ in seeds)):
+        rows = [[dict(zip(t, v, strict=True))[point] for point in shared] for t, v in seeds]
+        return np.array(shared, float), np.array(rows, float)
+    edges = np.linspace(0.0, max(max(t) for t, _ in seeds), n_bins + 1)
+    lines = np.array([binned(t, v, edges) for t, v in seeds])
+    seen = np.isfinite(lines).all(0)
+    return ((edges[1:] + edges[:-1]) / 2)[seen], lines[:, seen]
+
+
+def _save(figure: Any, file: Path) -> None:
     partial = file.with_name(f".partial_{file.name}")
     figure.savefig(partial, dpi=120, format="png")
     partial.replace(file)

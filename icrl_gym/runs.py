@@ -3,11 +3,15 @@
 config.json           the resolved settings
 run.json              command, versions, seed, start, end, status, steps per second
 episodes.csv          one row an episode: timesteps, return, length, success
+evaluations.csv       one row an evaluation episode on held-out goals, if the run has any: timesteps, episode, task, return, length,
+                      success
 tensorboard/          events, for `tensorboard --logdir`
 progress_<steps>.csv  SB3's logger as a table, one file for each start at so many steps
 checkpoints/          the newest two, each a whole folder
 model.zip             the trained model (and vecnormalize.pkl beside it), once the run has finished
 learning_curve.png    with the extra `plots`
+
+A finished run that goes no further needs config.json, run.json and the two tables only; the rest may be deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ try:
 except ImportError:  # Windows, where two processes in one folder are not told apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Episode", "FolderInUseError", "RunFolder", "folder_lock", "versions", "write_whole"]
+__all__ = ["Episode", "EvaluationEpisode", "FolderInUseError", "RunFolder", "folder_lock", "versions", "write_whole"]
 
 _CONTEXT_FIELDS = ("states", "rewards", "next_states", "terminated", "truncated")
 
@@ -55,6 +59,27 @@ class Episode:
     """
 
     timesteps: int
+    episode_return: float
+    length: int
+    success: float | None
+
+
+@dataclass(frozen=True)
+class EvaluationEpisode:
+    """One episode of an evaluation, played with deterministic actions on a held-out goal.
+
+    Attributes:
+        timesteps: Environment steps that the run had trained for.
+        episode: Its number within the evaluation; the same number has the same goal in every evaluation of a run.
+        task: The environment's name.
+        episode_return: The sum of its raw rewards.
+        length: Its steps.
+        success: 1 or 0; None where the environment does not say.
+    """
+
+    timesteps: int
+    episode: int
+    task: str
     episode_return: float
     length: int
     success: float | None
@@ -200,6 +225,50 @@ class RunFolder:
         if file.exists():
             kept = [e for e in self.read_episodes() if e.timesteps <= timesteps]
             write_whole(file, _episode_rows(kept, header=True))
+
+    # Evaluations
+
+    def append_evaluation(self, rows: Iterable[EvaluationEpisode]) -> None:
+        """Add the episodes of an evaluation to evaluations.csv: all of them, or none if the process is killed."""
+        self._write_evaluations([*self.read_evaluations(), *rows])
+
+    def read_evaluations(self) -> list[EvaluationEpisode]:
+        """The rows of evaluations.csv; none without that file.
+
+        Raises:
+            ValueError: The file is not what a run writes there.
+        """
+        file = self.path / "evaluations.csv"
+        if not file.is_file():
+            return []
+        try:
+            return [
+                EvaluationEpisode(
+                    int(row["timesteps"]), int(row["episode"]), row["task"], float(row["return"]), int(row["length"]),
+                    float(row["success"]) if row["success"] else None,
+                )
+                for row in csv.DictReader(file.read_text().splitlines())
+            ]  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{str(file)!r} is not what `icrl-gym train` writes there ({type(error).__name__}: {error})."
+            ) from None
+
+    def drop_evaluations_after(self, timesteps: int) -> None:
+        """Forget evaluations that a resumed run will make again."""
+        rows = self.read_evaluations()
+        kept = [row for row in rows if row.timesteps <= timesteps]
+        if len(kept) < len(rows):
+            self._write_evaluations(kept)
+
+    def _write_evaluations(self, rows: Iterable[EvaluationEpisode]) -> None:
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["timesteps", "episode", "task", "return", "length", "success"])
+        for r in rows:
+            success = "" if r.success is None else r.success
+            writer.writerow([r.timesteps, r.episode, r.task, repr(r.episode_return), r.length, success])
+        write_whole(self.path / "evaluations.csv", text.getvalue())
 
 
 @contextlib.contextmanager

@@ -29,66 +29,20 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ProgressBarCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat, make_output_format
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 from torch.utils.tensorboard import SummaryWriter
 
-from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.callbacks import InContextCallback
+from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName, ZeroValuePolicy
+from icrl_gym.evaluation import EvaluationCallback, evaluation_seed
 from icrl_gym.plots import learning_curves
 from icrl_gym.policy import InContextActorCriticPolicy
 from icrl_gym.runs import Episode, RunFolder, load_contexts, versions
-from icrl_gym.transformer import Acceleration
 from icrl_gym.wrappers import RollingContext
 
 __all__ = ["CriticConfig", "RunOptions", "TrainConfig", "TrainingRun", "train"]
-
-CriticName = Literal["in-context", "mlp"]
-
-
-@dataclass
-class CriticConfig:
-    """Settings of the in-context critic. None: the default of InContextCritic (docs/critic.md)."""
-
-    kernel: Literal["laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear"] | None = None
-    """What states are compared with (None: laplacian)."""
-    temperature: str | None = None
-    """Of the kernel: a positive number, or "median" (None: median)."""
-    n_layers: float | None = None
-    """Depth; "inf" for the fixed point (None: inf)."""
-    step_sizes: float | None = None
-    """Step size of each layer of a finite depth (None: 1)."""
-    step_normalization: Literal["row_sum", "length", "none"] | None = None
-    """What divides the steps (None: row_sum)."""
-    algorithm: AlgorithmName | None = None
-    """What the layers do (None: td)."""
-    trace_decay: float | None = None
-    """Lambda of td_lambda (None: 0.9)."""
-    acceleration: Acceleration | None = None
-    """Conjugate layers, of residual_gradient and monte_carlo at a finite depth (None: none)."""
-    ridge: float | None = None
-    """Decay of the coefficients (None: 1e-4 for the fixed point, 0 for layers)."""
-    n_landmarks: int | None = None
-    """States of the context to compare with; 0 for all of them (None: 256)."""
-    value_shift: bool | None = None
-    """Reward centering (None: yes)."""
-    standardize: bool | None = None
-    """States in units of the context's own mean and deviation (None: yes)."""
-    offset: Literal["centered", "removed"] | None = None
-    """Keep the literal read-out's constant and center it out of the advantages, or remove it at its source (None: centered)."""
-
-    def critic_kwargs(self) -> dict[str, Any]:
-        """The settings that were given, as arguments of InContextCritic."""
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        temperature = given.get("temperature")
-        if temperature is not None and temperature != "median":
-            try:
-                given["temperature"] = float(temperature)
-            except ValueError:
-                raise ValueError(f'--temperature must be a positive number or "median", got {temperature!r}.') from None
-        if given.get("n_landmarks") == 0:
-            given["n_landmarks"] = None
-        return given
 
 
 @dataclass
@@ -132,6 +86,10 @@ class RunOptions:
     """Threads of torch: more than one rarely helps networks this small."""
     checkpoint_freq: int = 20_000
     """Environment steps between checkpoints."""
+    eval_freq: int | None = None
+    """Environment steps between evaluations on held-out goals; 0: none. Default: none in train, a sixth of the run in benchmark."""
+    eval_episodes: int = 10
+    """Episodes of each task in an evaluation."""
     verbose: int = 0
     """1: SB3's tables."""
 
@@ -143,7 +101,8 @@ class TrainConfig(RunOptions):
     env: tuple[str, ...] = ("reach-v3",)
     """A Meta-World task (several, separated by spaces or commas: one run over all of them, one context a task), or a Gymnasium id."""
     critic: CriticName = "in-context"
-    """The in-context critic, which is never trained, or SB3's learned value network."""
+    """The in-context critic, which is never trained; SB3's learned value network (mlp); the value zero (none); the paper's 20 layers
+    (paper); or sb3-contrib's recurrent PPO (recurrent)."""
     seed: int = 0
     """Of environments, networks and actions."""
     run_dir: str | None = None
@@ -157,6 +116,8 @@ class TrainConfig(RunOptions):
         if self.n_envs is None:
             n_tasks = max(len(self.env), 1)
             self.n_envs = n_tasks * math.ceil(4 / n_tasks)
+        if self.eval_freq is None:
+            self.eval_freq = 0
 
     def label(self) -> str:
         """A name for the run."""
@@ -202,6 +163,16 @@ class TrainingRun:
         if config.resume is not None:
             self.folder, config = _resumed(config, given)
             self.checkpoint = self.folder.checkpoints[-1] if self.folder.checkpoints else None
+            if (
+                self.checkpoint is None
+                and self.folder.finished
+                and self.folder.status["timesteps"] < config.total_timesteps
+            ):
+                # From its beginning instead, it would throw its results away.
+                raise ValueError(
+                    f"the finished run in {str(self.folder.path)!r} has no checkpoints any more, so it cannot be made longer; "
+                    f"start a new one."
+                )
         else:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self.folder = RunFolder(config.run_dir or Path("runs") / f"{config.label()}-{stamp}")
@@ -244,11 +215,25 @@ class TrainingRun:
             timesteps=model.num_timesteps,
         )
         folder.drop_episodes_after(model.num_timesteps)
+        folder.drop_evaluations_after(model.num_timesteps)
         model.set_logger(_logger(folder.path, model.num_timesteps, config.verbose))
         start, steps_before = time.perf_counter(), model.num_timesteps
-        parts: list[BaseCallback] = [InContextCallback(verbose=config.verbose)] if config.critic == "in-context" else []
+        parts: list[BaseCallback] = []
+        if CRITICS[config.critic].in_context:
+            parts.append(InContextCallback(verbose=config.verbose))
         interruption = _Interruption()
         recorder = _RunCallback(folder, config.checkpoint_freq, interruption)
+        evaluation = EvaluationCallback(
+            folder,
+            functools.partial(make_evaluation_env, config),
+            config.eval_freq or 1,
+            config.eval_episodes,
+            _resolve(config.env)[1],
+            evaluation_seed(config.seed),
+            lambda: interruption.asked,
+        )
+        # Evaluation before the checkpoint of the same step, so that one that is resumed from has its evaluation.
+        parts += [evaluation] if config.eval_freq else []
         parts += [recorder, _progress(config)]
         try:
             with interruption:
@@ -268,9 +253,10 @@ class TrainingRun:
             folder.update_status(status=reason, ended=_now(), timesteps=model.num_timesteps)
             raise
         finally:
+            evaluation.close()
             for output in model.logger.output_formats:
                 output.close()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - evaluation.seconds
         folder.finish(folder.save_checkpoint(model))
         self.env.close()
         episodes = folder.read_episodes()
@@ -285,7 +271,7 @@ class TrainingRun:
             steps_per_second=round((model.num_timesteps - steps_before) / seconds, 1),
         )
 
-    def _make_model(self) -> PPO:
+    def _make_model(self) -> OnPolicyAlgorithm:
         config = self.config
         if self.checkpoint is not None:
             try:
@@ -306,21 +292,37 @@ class TrainingRun:
                 "use_sde", "seed", "device",
             )
         }  # fmt: skip
+        several = isinstance(self.env.observation_space, spaces.Dict)
         if config.critic == "mlp":
-            several = isinstance(self.env.observation_space, spaces.Dict)
             return PPO("MultiInputPolicy" if several else "MlpPolicy", self.env, **options)
-        critic = config.critic_options.critic_kwargs()
+        if config.critic == "none":
+            return PPO(ZeroValuePolicy, self.env, **options)
+        if config.critic == "recurrent":
+            return _recurrent_ppo()("MultiInputLstmPolicy" if several else "MlpLstmPolicy", self.env, **options)
+        choice = CRITICS[config.critic]
+        critic = (config.critic_options if choice.takes_options else choice.options).critic_kwargs()
         if len(config.env) > 1:
             critic["n_tasks"] = len(config.env)
         return PPO(InContextActorCriticPolicy, self.env, policy_kwargs={"critic_kwargs": critic}, **options)
 
-    def _load(self, checkpoint: Path) -> PPO:
-        if self.config.critic == "in-context":
+    def _load(self, checkpoint: Path) -> OnPolicyAlgorithm:
+        if CRITICS[self.config.critic].in_context:
             for index, context in enumerate(load_contexts(checkpoint / "contexts.npz")):
                 self.env.env_method("load_context", context, indices=index)
         if self.config.normalize:
             self.env = VecNormalize.load(str(checkpoint / "vecnormalize.pkl"), _bare(self.env))
-        return PPO.load(checkpoint / "model.zip", env=self.env, device=self.config.device)
+        algorithm = _recurrent_ppo() if self.config.critic == "recurrent" else PPO
+        return algorithm.load(checkpoint / "model.zip", env=self.env, device=self.config.device)
+
+
+def _recurrent_ppo() -> Any:
+    try:
+        from sb3_contrib import RecurrentPPO
+    except ImportError:
+        raise ImportError(
+            "--critic recurrent is sb3-contrib's RecurrentPPO, which is not installed: pip install sb3-contrib."
+        ) from None
+    return RecurrentPPO
 
 
 def make_training_env(config: TrainConfig) -> VecEnv:
@@ -329,44 +331,67 @@ def make_training_env(config: TrainConfig) -> VecEnv:
     Raises:
         ValueError: An unknown name, or an environment that PPO or the critic cannot take.
     """
+    choice = CRITICS[config.critic]
     assert config.n_envs is not None
-    length = config.context_rollouts * config.n_steps if config.critic == "in-context" else None
-    vec_env_cls = _SubprocVecEnv if config.vec_env == "subproc" else DummyVecEnv
-    kind, names = _resolve(config.env)
-    env: VecEnv
-    if kind == "metaworld":
-        from icrl_gym import metaworld
-
-        limit: dict[str, Any] = (
-            {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
-        )
-        env = metaworld.make_vec_env(
-            list(names), config.n_envs, config.seed, vec_env_cls=vec_env_cls, context_length=length, **limit
-        )
-    else:
-        wrapper: dict[str, Any] = (
-            {} if length is None else {"wrapper_class": RollingContext, "wrapper_kwargs": {"length": length}}
-        )
-        env_kwargs = {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
-        env = make_vec_env(
-            names[0], config.n_envs, config.seed, vec_env_cls=vec_env_cls, env_kwargs=env_kwargs, **wrapper
-        )
+    length: int | None = None
+    if choice.in_context:
+        length = config.context_rollouts * config.n_steps
+        if choice.context_length is not None:
+            length = max(1, choice.context_length // config.n_envs)
+    env = _make_env(config, config.n_envs, config.seed, length)
     supported = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
     if not isinstance(env.action_space, supported):
         env.close()
-        raise ValueError(f"PPO cannot act in {names[0]}: its action space is {env.action_space}, expected one of Box, Discrete, "
+        raise ValueError(f"PPO cannot act in {config.env[0]}: its action space is {env.action_space}, expected one of Box, Discrete, "
                          f"MultiDiscrete, MultiBinary.")  # fmt: skip
     space = env.observation_space
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
     if any(is_image_space(part) for part in parts):
         env.close()
         raise ValueError(
-            f"what {names[0]} shows is an image, {space}: both critics want vectors. Encode it in a wrapper first."
+            f"what {config.env[0]} shows is an image, {space}: every critic wants vectors. Encode it in a wrapper first."
         )
-    if config.normalize:
-        norm_obs = isinstance(env.observation_space, spaces.Box)
-        env = VecNormalize(env, norm_obs=norm_obs, gamma=config.gamma)
+    return _normalized(config, env)
+
+
+def make_evaluation_env(config: TrainConfig, most: int = 5) -> VecEnv:
+    """The vector environment that a run is evaluated in: other seeds and goals than those of training, whatever the critic.
+
+    Args:
+        config: The settings of the run.
+        most: Environments side by side, of one task; several tasks have one each.
+
+    Returns:
+        At most ``most`` environments in this process, with VecNormalize that takes no statistics of its own.
+    """
+    n_tasks = len(config.env)
+    n_envs = n_tasks if n_tasks > 1 else min(most, config.eval_episodes)
+    config = dataclasses.replace(config, vec_env="dummy")
+    env = _normalized(config, _make_env(config, n_envs, evaluation_seed(config.seed), None))
+    if isinstance(env, VecNormalize):
+        env.training = env.norm_reward = False
     return env
+
+
+def _make_env(config: TrainConfig, n_envs: int, seed: int, context_length: int | None) -> VecEnv:
+    vec_env_cls = _SubprocVecEnv if config.vec_env == "subproc" else DummyVecEnv
+    kind, names = _resolve(config.env)
+    limit = {} if config.max_episode_steps is None else {"max_episode_steps": config.max_episode_steps}
+    if kind == "metaworld":
+        from icrl_gym import metaworld
+
+        options: dict[str, Any] = {"context_length": context_length, **limit}
+        return metaworld.make_vec_env(list(names), n_envs, seed, vec_env_cls=vec_env_cls, **options)
+    wrapper: dict[str, Any] = {}
+    if context_length is not None:
+        wrapper = {"wrapper_class": RollingContext, "wrapper_kwargs": {"length": context_length}}
+    return make_vec_env(names[0], n_envs, seed, vec_env_cls=vec_env_cls, env_kwargs=limit, **wrapper)
+
+
+def _normalized(config: TrainConfig, env: VecEnv) -> VecEnv:
+    if not config.normalize:
+        return env
+    return VecNormalize(env, norm_obs=isinstance(env.observation_space, spaces.Box), gamma=config.gamma)
 
 
 def _bare(env: VecEnv) -> VecEnv:
@@ -405,11 +430,13 @@ def _validate(config: TrainConfig) -> None:
     """
     positive = (
         "total_timesteps", "n_envs", "n_steps", "batch_size", "n_epochs", "learning_rate", "context_rollouts",
-        "checkpoint_freq", "torch_threads", "clip_range",
+        "checkpoint_freq", "torch_threads", "clip_range", "eval_episodes",
     )  # fmt: skip
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(config, name)}.")
+    if config.eval_freq is not None and config.eval_freq < 0:
+        raise ValueError(f"--eval-freq must be at least 0 (no evaluations), got {config.eval_freq}.")
     for name in ("gamma", "gae_lambda"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(config, name)}.")
@@ -425,8 +452,10 @@ def _validate(config: TrainConfig) -> None:
         raise ValueError(
             f"--batch-size {config.batch_size} must divide a rollout of n_steps * n_envs = {rollout} steps; take a divisor of it."
         )
-    if config.critic == "mlp" and config.critic_options != CriticConfig():
-        raise ValueError("--critic mlp takes none of the in-context critic's settings; leave them out.")
+    if not CRITICS[config.critic].takes_options and config.critic_options != CriticConfig():
+        raise ValueError(f"--critic {config.critic} takes none of the in-context critic's settings; leave them out.")
+    if config.critic == "recurrent":
+        _recurrent_ppo()
     config.critic_options.critic_kwargs()
     try:
         torch.device("cpu" if config.device == "auto" else config.device)

@@ -1,6 +1,5 @@
 """`icrl-gym` as a user runs it: folders, resuming, comparing, and one line for what is wrong."""
 
-import csv
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecNormalize
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.cli import main
 from icrl_gym.plots import binned
 from icrl_gym.runs import Episode, RunFolder, load_contexts
@@ -173,30 +171,7 @@ def test_a_broken_table_of_episodes_is_read_as_far_as_it_is_whole(tmp_path):
     assert folder.read_episodes() == [Episode(10, 1.5, 10, None)]
 
 
-# Comparing
-
-
-def test_critics_are_compared_and_finished_runs_kept(tmp_path, capsys):
-    options = {**SMALL, "total_timesteps": 512, "seeds": 2, "jobs": 2, "out": str(tmp_path / "out")}
-    out = benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **options))
-    rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
-    assert [(r["env"], r["critic"], r["seeds"]) for r in rows] == [
-        ("Pendulum-v1", "in-context", "2"),
-        ("Pendulum-v1", "mlp", "2"),
-    ]
-    folder = RunFolder(out / "runs" / "Pendulum-v1-mlp-seed1")
-    returns = [e.episode_return for e in folder.read_episodes()]
-    assert float(rows[1]["by seed"].split(" / ")[1]) == pytest.approx(np.mean(returns), abs=1)
-    assert (out / "curves_Pendulum-v1.png").stat().st_size > 1000 and "| Pendulum-v1 |" in (
-        out / "results.md"
-    ).read_text()
-    capsys.readouterr()
-    stamp = folder.status
-    benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **options))
-    assert "4 finished before, 0 to go" in capsys.readouterr().out
-    assert folder.status == stamp
-    with pytest.raises(ValueError, match=r"holds a run with --gamma 0.9, not 0.5"):
-        benchmark(BenchmarkConfig(envs=("Pendulum-v1",), **{**options, "gamma": 0.5}))
+# Intervals
 
 
 def test_intervals_and_bins():

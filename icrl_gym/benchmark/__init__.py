@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from icrl_gym.benchmark.report import write_report
+from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName
 from icrl_gym.parallel import completed, spawned
-from icrl_gym.plots import learning_curves
-from icrl_gym.runs import RunFolder, write_whole
-from icrl_gym.statistics import bootstrap_interval
-from icrl_gym.tables import markdown_table
-from icrl_gym.train import CriticConfig, CriticName, RunOptions, TrainConfig, TrainingRun, final_return, train
+from icrl_gym.runs import RunFolder
+from icrl_gym.train import RunOptions, TrainConfig, TrainingRun, final_return, train
 
 __all__ = ["BenchmarkConfig", "benchmark"]
 
@@ -30,31 +25,35 @@ class BenchmarkConfig(RunOptions):
     envs: tuple[str, ...] = ("Pendulum-v1",)
     """Meta-World tasks or Gymnasium ids, each an experiment of its own; tasks joined by commas are one experiment."""
     critics: tuple[CriticName, ...] = ("in-context", "mlp")
-    """What to compare."""
+    """What to compare (docs/benchmark.md); settings of the critic are those of in-context."""
     seeds: int = 3
     """Runs of each critic on each environment, with seeds 0, 1, ..."""
     jobs: int = 2
     """Runs at a time, each in a process of its own."""
     out: str = "runs/benchmark"
-    """Where runs, table and figures go."""
+    """Where runs, tables and figures go."""
+    report_only: bool = False
+    """Run nothing; report what has finished."""
 
     def runs(self) -> list[TrainConfig]:
         """The settings of every run."""
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(RunOptions)}
+        if self.eval_freq is None:
+            shared["eval_freq"] = max(1, self.total_timesteps // 6)
         configs = []
         for env in self.envs:
             for seed in range(self.seeds):
                 for critic in self.critics:
                     config = TrainConfig(**shared, env=(env,), critic=critic, seed=seed)
                     config.run_dir = str(Path(self.out) / "runs" / _file_name(config.label()))
-                    if critic == "mlp":
+                    if not CRITICS[critic].takes_options:
                         config.critic_options = CriticConfig()
                     configs.append(config)
         return configs
 
 
 def benchmark(config: BenchmarkConfig) -> Path:
-    """Run what is missing, then write ``results.csv``, ``results.md`` and ``curves_<env>.png``.
+    """Run what is missing, then write the report: ``results.md``, ``results.csv`` and figures (:mod:`icrl_gym.benchmark.report`).
 
     Args:
         config: The settings.
@@ -65,31 +64,48 @@ def benchmark(config: BenchmarkConfig) -> Path:
     Raises:
         ValueError: Settings that cannot work, or a folder with runs of other settings.
         FloatingPointError: A critic's layers diverge.
-        RuntimeError: A run failed; the others went on to their ends.
+        RuntimeError: A run failed; the others went on to their ends, and the report names it.
     """
     for name in ("seeds", "jobs"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(config, name)}.")
+    for name in ("envs", "critics"):
+        given = getattr(config, name)
+        if not given or len(set(given)) < len(given):
+            raise ValueError(f"--{name} needs at least one name, and each once; got {' '.join(given) or 'none'}.")
     configs = config.runs()
     missing: dict[str, TrainConfig] = {}
     tried = set()
     for run in configs:
         folder = RunFolder(str(run.run_dir))
         if not (folder.path / "config.json").is_file():
-            if (run.env, run.critic) not in tried:
+            if (run.env, run.critic) not in tried and not config.report_only:
                 # Made once here: what is wrong is said before anything runs.
                 tried.add((run.env, run.critic))
                 TrainingRun(dataclasses.replace(run, vec_env="dummy")).env.close()
             missing[run.label()] = run
             continue
         _require_same(run, folder)
-        if not folder.finished:
+        if not folder.finished and not config.report_only:
             if not folder.checkpoints:
                 shutil.rmtree(folder.path)
             missing[run.label()] = TrainConfig(resume=run.run_dir) if folder.checkpoints else run
+    out = Path(config.out)
+    if config.report_only:
+        if not any(RunFolder(str(run.run_dir)).finished for run in configs):
+            raise ValueError(
+                f"--report-only: no run of these has finished in {config.out!r}; leave the option out to make them."
+            )
+        print(write_report(out, config.envs, config.critics, configs), end="")
+        return out
     print(f"{len(configs)} runs, {len(configs) - len(missing)} finished before, {len(missing)} to go")
-    _run_all(missing, config.jobs)
-    return _report(config, configs)
+    failures = _run_all(missing, config.jobs)
+    print(write_report(out, config.envs, config.critics, configs), end="")
+    for label, failure in failures.items():
+        if isinstance(failure, FloatingPointError):
+            raise FloatingPointError(f"{label}: {failure}")
+        raise RuntimeError(f"{label} failed; the same command tries it again") from failure
+    return out
 
 
 def _file_name(label: str) -> str:
@@ -108,11 +124,11 @@ def _require_same(run: TrainConfig, folder: RunFolder) -> None:
             )
 
 
-def _run_all(runs: dict[str, TrainConfig], jobs: int) -> None:
-    """Train each of ``runs``, which have their labels as keys."""
-    if not runs:
-        return
+def _run_all(runs: dict[str, TrainConfig], jobs: int) -> dict[str, Exception]:
+    """Train each of ``runs``, which have their labels as keys; what failed, by label."""
     failures: dict[str, Exception] = {}
+    if not runs:
+        return failures
     calls = {label: (run,) for label, run in runs.items()}
     with ProcessPoolExecutor(min(jobs, len(runs)), **spawned()) as pool:
         for done, (label, future) in enumerate(completed(train, calls, pool, jobs), 1):
@@ -125,50 +141,4 @@ def _run_all(runs: dict[str, TrainConfig], jobs: int) -> None:
             speed = folder.status.get("steps_per_second", math.nan)
             print(f"{done:3d} of {len(runs)}   {label:45s} final return {final_return(folder.read_episodes()):10.1f}   "
                   f"{speed:6.0f} steps/s", flush=True)  # fmt: skip
-    for label, failure in failures.items():
-        if isinstance(failure, FloatingPointError):
-            raise FloatingPointError(f"{label}: {failure}")
-        raise RuntimeError(f"{label} failed; the same command tries it again") from failure
-
-
-def _report(config: BenchmarkConfig, configs: list[TrainConfig]) -> Path:
-    out = Path(config.out)
-    header = [
-        "env",
-        "critic",
-        "seeds",
-        "timesteps",
-        "final return",
-        "95% low",
-        "95% high",
-        "by seed",
-        "success",
-        "steps/s",
-    ]
-    rows: list[list[str]] = []
-    for env in config.envs:
-        curves: dict[str, list[tuple[list[int], list[float]]]] = {}
-        for critic in config.critics:
-            names = TrainConfig(env=(env,)).env
-            folders = [RunFolder(str(run.run_dir)) for run in configs if run.env == names and run.critic == critic]
-            tables = [folder.read_episodes() for folder in folders]
-            curves[critic] = [([e.timesteps for e in t], [e.episode_return for e in t]) for t in tables]
-            finals = [final_return(table) for table in tables]
-            low, high = bootstrap_interval(finals)
-            successes = [e.success for table in tables for e in table[-100:] if e.success is not None]
-            speed = float(np.mean([folder.status.get("steps_per_second", math.nan) for folder in folders]))
-            rows.append(
-                [
-                    env, critic, str(len(finals)), str(config.total_timesteps), f"{np.mean(finals):.1f}", f"{low:.1f}", f"{high:.1f}",
-                    " / ".join(f"{value:.0f}" for value in finals), f"{np.mean(successes):.2f}" if successes else "", f"{speed:.0f}",
-                ]
-            )  # fmt: skip
-        learning_curves(curves, out / f"curves_{_file_name(env)}.png", env)
-    table = io.StringIO()
-    csv.writer(table).writerows([header, *rows])
-    write_whole(out / "results.csv", table.getvalue())
-    markdown = markdown_table([dict(zip(header, row, strict=True)) for row in rows])
-    note = "Final return: mean of the last 100 episodes of a run; interval: bootstrap over seeds (percentile)."
-    write_whole(out / "results.md", f"{markdown}\n{note}\n")
-    print(markdown, end="")
-    return out
+    return failures
