@@ -28,7 +28,7 @@ from icrl_gym.context import Context
 from icrl_gym.distances import euclidean
 from icrl_gym.kernels import Kernel, RBFKernel, median_distance
 from icrl_gym.metrics import Metric, relevance, standardization
-from icrl_gym.solvers import conjugate_step
+from icrl_gym.solvers import Directions
 from icrl_gym.transformer import InContextTransformer, Offset
 from icrl_gym.value_function import ValueFunction, expand, reward_center
 
@@ -132,7 +132,7 @@ class AdaptiveTransformer(nn.Module):
     def __init__(
         self,
         bandwidths: Sequence[float] | Float[Tensor, "M B"] = (0.5, 1.0, 2.0, 4.0, 8.0),
-        ridges: Sequence[float] | Tensor = (1e-3, 1e-2, 1e-1, 1.0),
+        ridges: Sequence[float] | Tensor = (1e-4, 1e-3, 1e-2, 1e-1, 1.0),
         metrics: Sequence[Metric] = ("raw", "standardized", "relevance"),
         *,
         n_layers: float = 20,
@@ -324,23 +324,21 @@ class AdaptiveTransformer(nn.Module):
     def _layers(
         self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor, every: int
     ) -> tuple[Float[Tensor, "*b n c"], Float[Tensor, "*b l n R"]]:
-        """L conjugate layers on every column (:func:`~icrl_gym.solvers.conjugate_step` takes them as rows)."""
-        target = residual = right.transpose(-1, -2)
-        direction, start = residual, residual.square().sum(-1)
-        coefficients, rows, left = torch.zeros_like(residual), keys.transpose(-1, -2), residual
-        errors, decay = [left[..., ::every, :]], decay.unsqueeze(-1)
+        """L conjugate layers on every column (:class:`~icrl_gym.solvers.Directions` takes them as rows)."""
+        target, rows, decay = right.transpose(-1, -2), keys.transpose(-1, -2), decay.unsqueeze(-1)
+
+        def times(coefficients: Tensor) -> Tensor:
+            return rows * (coefficients @ gram)
+
+        start = now = Directions.first(target, times)
+        coefficients, errors = torch.zeros_like(target), [target[..., ::every, :]]
         for _ in range(int(self.n_layers)):
-            change = rows * (direction @ gram) + decay * direction
-            step, residual, following = conjugate_step(residual, direction, change, start)
-            coefficients = coefficients + step.unsqueeze(-1) * direction
-            direction = following
+            step, following = now.step(times, decay, start)
+            coefficients = coefficients + step * now.direction
+            now = following
             # What is left of the rewards is the residual and what the ridge holds back.
-            left = residual + decay * coefficients
-            errors.append(left[..., ::every, :])
-        coefficients = coefficients * _share(target, left)
-        seen, path = target[..., None, ::every, :], torch.stack(errors, -3)
-        path = seen - _share(seen, path) * (seen - path)
-        return coefficients.transpose(-1, -2), path.transpose(-1, -2)
+            errors.append((now.residual + decay * coefficients)[..., ::every, :])
+        return coefficients.transpose(-1, -2), torch.stack(errors, -3).transpose(-1, -2)
 
     def _limit(
         self, gram: Tensor, right: Tensor, keys: Tensor, decay: Tensor, every: int
@@ -400,22 +398,6 @@ class AdaptiveTransformer(nn.Module):
         return ValueFunction(
             kernel, centers, weight, mask, shift, -gamma * at_origin, td_errors * context.mask.unsqueeze(-2)
         )
-
-
-def _share(target: Float[Tensor, "*#b n"], left: Float[Tensor, "*#b n"]) -> Float[Tensor, "*#b 1"]:
-    """How much of a fit to keep, from 0 to 1, for the least squared TD error.
-
-    Conjugate layers end nearest in the norm of their system, in which a small error can be a large TD error: too few of them can
-    overshoot. Then less of the fit is better; else, and for all layers that have converged, all of it is kept.
-
-    Args:
-        target: (..., n), the TD errors of the value zero.
-        left: (..., n), those of the fit.
-    """
-    taken = target - left
-    along, square = (target * taken).sum(-1, keepdim=True), taken.square().sum(-1, keepdim=True)
-    overshoots = along < square
-    return torch.where(overshoots, along.clamp_min(0.0) / torch.where(overshoots, square, 1.0), 1.0)
 
 
 def _measured(

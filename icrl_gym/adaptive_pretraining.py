@@ -75,7 +75,7 @@ def train_heads(data: Transitions, config: HeadsConfig) -> tuple[AdaptiveTransfo
         optimizer.step()
         with torch.no_grad():
             # A ridge below this would need more layers than there are (docs/convergence.md).
-            transformer.log_ridges.clamp_min_(np.log(1e-3))
+            transformer.log_ridges.clamp_min_(np.log(1e-4))
         losses.append(float(loss.detach().exp()))
     for tensor in searched:
         tensor.requires_grad_(False)

@@ -7,9 +7,11 @@ the construction, every key, query and value matrix (Wang et al. 2025, section 5
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +44,8 @@ __all__ = [
     "Pretrained",
     "held_out_losses",
     "pretrain",
+    "recorded",
+    "scaled",
     "split",
     "train_matrices",
     "train_step_sizes",
@@ -103,6 +107,8 @@ class PretrainConfig:
     """Of the matrices."""
     evaluate: tuple[str, ...] = ()
     """Domains to measure the trained steps on as well, on held-out goals at three noise levels; the card says the losses."""
+    force: bool = False
+    """Train again and replace the weights in --out. Data sets stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +131,29 @@ def split(config: PretrainConfig, train: bool) -> Transitions:
     collected = CollectConfig(
         (config.domain,), (config.noise,), config.episodes, config.steps, root=config.root, jobs=1
     )
-    (name,) = collect(collected)
+    (name,) = recorded(collected)
     half = config.episodes // 2
     episodes = range(half) if train else range(half, config.episodes)
     return scaled(load_transitions(name, episodes=episodes, root=config.root), config.reward_scale)
+
+
+def recorded(config: CollectConfig) -> list[str]:
+    """:func:`~icrl_gym.datasets.collect` for a command that is not ``collect``: its remedy is a command of its own here.
+
+    Raises:
+        ValueError: A data set is there with other settings, or damaged.
+    """
+    try:
+        return collect(config)
+    except ValueError as error:
+        found, other, _ = str(error).partition(" Give --force ")
+        if not other:
+            raise
+        again = (
+            f"icrl-gym collect --tasks {' '.join(config.tasks)} --noise {' '.join(config.noise)} --episodes {config.episodes} "
+            f"--steps {config.steps}" + (f" --root {config.root}" if config.root else "") + " --force"
+        )
+        raise ValueError(f"{found} Ask for what is there, give another --root, or record it again: {again}") from error
 
 
 def scaled(data: Transitions, reward_scale: float) -> Transitions:
@@ -138,7 +163,9 @@ def scaled(data: Transitions, reward_scale: float) -> Transitions:
     )
 
 
-def train_step_sizes(data: Transitions, config: PretrainConfig) -> tuple[InContextTransformer, list[float]]:
+def train_step_sizes(
+    data: Transitions, config: PretrainConfig, progress: bool = False
+) -> tuple[InContextTransformer, list[float]]:
     """Minimize the TD loss of queries over step sizes and temperature.
 
     Both are searched by their logarithms, so they stay positive, with gradients through every layer. Held constant
@@ -148,6 +175,7 @@ def train_step_sizes(data: Transitions, config: PretrainConfig) -> tuple[InConte
     Args:
         data: Transitions of one domain; contexts are drawn within one episode, so within one goal.
         config: The settings.
+        progress: Show it: a bar on a terminal, ten lines elsewhere.
 
     Returns:
         The trained transformer, and the normalized held-out TD loss of each iteration's batch.
@@ -158,32 +186,27 @@ def train_step_sizes(data: Transitions, config: PretrainConfig) -> tuple[InConte
     log_steps = torch.zeros(config.n_layers, dtype=torch.float64, requires_grad=True)
     has_temperature = config.kernel not in ("relu", "linear")
     log_temperature = torch.tensor(math.log(config.temperature), dtype=torch.float64, requires_grad=has_temperature)
-    optimizer = torch.optim.Adam([log_steps, *([log_temperature] if has_temperature else [])], lr=config.learning_rate)
-    seeds = np.random.SeedSequence([config.seed, 1]).generate_state(config.iterations)
-    losses = []
-    for seed in seeds:
-        batch, queries = contexts(data, config.n_context, config.batch_size, int(seed), config.n_queries)
-        transformer = _transformer(config, log_steps.exp(), log_temperature.exp() if has_temperature else None)
-        try:
-            loss, shown = _loss(transformer.condition(batch), transformer.gamma, queries, config.semi_gradient)
-        except FloatingPointError:
-            # The steps have grown too far: back off and go on.
-            with torch.no_grad():
-                log_steps -= 0.5
-            losses.append(math.inf)
-            continue
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([log_steps, log_temperature], 1.0)
-        optimizer.step()
-        losses.append(float(shown))
-    trained = _transformer(
-        config, log_steps.detach().exp(), log_temperature.detach().exp() if has_temperature else None
-    )
-    return trained, losses
+
+    def current() -> InContextTransformer:
+        return _transformer(config, log_steps.exp(), log_temperature.exp() if has_temperature else None)
+
+    def answers(batch: Context) -> Callable[[Tensor], Tensor]:
+        # Layers that diverge have a gradient, and it leads out of there.
+        return current().condition(batch, most_growth=math.inf)
+
+    def back_off() -> None:
+        log_steps.sub_(0.5)
+
+    searched = [log_steps, *([log_temperature] if has_temperature else [])]
+    losses = _minimize(data, config, searched, config.learning_rate, answers, back_off, progress)
+    for logarithm in searched:
+        logarithm.requires_grad_(False)
+    return current(), losses
 
 
-def train_matrices(data: Transitions, config: PretrainConfig) -> tuple[LearnedTransformer, list[float]]:
+def train_matrices(
+    data: Transitions, config: PretrainConfig, progress: bool = False
+) -> tuple[LearnedTransformer, list[float]]:
     """Minimize the TD loss of queries over every key, query and value matrix.
 
     The offset of the read-out is removed at its source, so that the loss is that of the value itself, and the temperature stays:
@@ -192,6 +215,7 @@ def train_matrices(data: Transitions, config: PretrainConfig) -> tuple[LearnedTr
     Args:
         data: Transitions of one domain; contexts are drawn within one episode, so within one goal.
         config: The settings.
+        progress: Show it: a bar on a terminal, ten lines elsewhere.
 
     Returns:
         The trained transformer, and the normalized held-out TD loss of each iteration's batch.
@@ -203,26 +227,95 @@ def train_matrices(data: Transitions, config: PretrainConfig) -> tuple[LearnedTr
     learned = LearnedTransformer(
         start, data.states.shape[-1], config.initialization, shared_layers=config.shared_layers, seed=config.seed
     )
-    matrices = list(learned.parameters())
-    optimizer = torch.optim.Adam(matrices, lr=config.matrix_learning_rate)
-    losses = []
-    for seed in np.random.SeedSequence([config.seed, 1]).generate_state(config.iterations):
-        batch, queries = contexts(data, config.n_context, config.batch_size, int(seed), config.n_queries)
-        try:
-            loss, shown = _loss(_answers(learned, batch), learned.construction.gamma, queries, config.semi_gradient)
-        except FloatingPointError:
-            # The layers have grown too far: back off and go on.
-            with torch.no_grad():
-                for head in learned.heads:
-                    head.value *= 0.6
-            losses.append(math.inf)
-            continue
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(matrices, 1.0)
-        optimizer.step()
-        losses.append(float(shown))
+
+    def back_off() -> None:
+        for head in learned.heads:
+            head.value *= 0.6
+
+    def answers(batch: Context) -> Callable[[Tensor], Tensor]:
+        return _answers(learned, batch)
+
+    losses = _minimize(
+        data, config, list(learned.parameters()), config.matrix_learning_rate, answers, back_off, progress
+    )
     return learned.requires_grad_(False), losses
+
+
+def _minimize(
+    data: Transitions,
+    config: PretrainConfig,
+    parameters: list[Tensor],
+    learning_rate: float,
+    answers: Callable[[Context], Callable[[Tensor], Tensor]],
+    back_off: Callable[[], None],
+    progress: bool,
+) -> list[float]:
+    """Adam on the TD loss of queries; the loss of each iteration, infinite where the layers overflowed.
+
+    Args:
+        data: Contexts are drawn from it.
+        config: The settings.
+        parameters: Changed in place.
+        learning_rate: Of Adam.
+        answers: From contexts to a function of states, which ``parameters`` have a gradient through.
+        back_off: Makes the layers' steps smaller, called where they overflow.
+        progress: Whether to show it.
+    """
+    gamma = torch.tensor(config.gamma, dtype=torch.float64)
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    seeds = np.random.SeedSequence([config.seed, 1]).generate_state(config.iterations)
+    losses: list[float] = []
+    with _progress(seeds.tolist(), losses, progress) as shown:
+        for seed in shown:
+            batch, queries = contexts(data, config.n_context, config.batch_size, seed, config.n_queries)
+            optimizer.zero_grad()
+            try:
+                loss = _loss(answers(batch), gamma, queries, config.semi_gradient)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                if not bool(torch.isfinite(norm)):
+                    raise FloatingPointError("the gradient overflows before the values do.")
+            except FloatingPointError:
+                # The layers have grown too far: back off and go on.
+                with torch.no_grad():
+                    back_off()
+                losses.append(math.inf)
+                continue
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+@contextlib.contextmanager
+def _progress(items: list[int], losses: list[float], shown: bool) -> Iterator[Iterable[int]]:
+    """Walk through the items: a bar on a terminal, with the extra `progress`; a line each tenth of the way otherwise."""
+    if not shown:
+        yield items
+        return
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            with tqdm(items, desc="pretrain", unit="step", dynamic_ncols=True) as bar:
+
+                def with_loss() -> Iterator[int]:
+                    for item in bar:
+                        yield item
+                        bar.set_postfix_str(f"TD loss {losses[-1]:.3g}", refresh=False)
+
+                yield with_loss()
+            return
+
+    def with_lines() -> Iterator[int]:
+        tenths = {math.ceil(len(items) * (i + 1) / 10) for i in range(10)}
+        for done, item in enumerate(items, 1):
+            yield item
+            if done in tenths:
+                print(f"pretrain: {done} of {len(items)} iterations, TD loss of the batch {losses[-1]:.3g}", flush=True)
+
+    yield with_lines()
 
 
 def pretrain(config: PretrainConfig) -> Path:
@@ -236,17 +329,24 @@ def pretrain(config: PretrainConfig) -> Path:
         matrices were trained.
 
     Raises:
-        ValueError: Settings that cannot work.
+        ValueError: Settings that cannot work, or weights in the folder already.
         ImportError: Minari or safetensors is missing.
     """
+    config = _checked(config)
     name = f"{config.domain}-{config.noise}-{config.kernel}-seed{config.seed}"
     if config.train == "matrices":
-        return _pretrain_matrices(
-            config, Path(config.out or Path("pretrained") / f"{name}-matrices-{config.initialization}")
-        )
+        name += f"-matrices-{config.initialization}"
     folder = Path(config.out or Path("pretrained") / name)
-    result = pretrained(config)
+    there = [file for file in ("config.json", "weights.safetensors", "card.json") if (folder / file).exists()]
+    if there and not config.force:
+        raise ValueError(
+            f"{str(folder)!r} holds {', '.join(there)} already. Give --force to train again and replace it, or another --out."
+        )
+    if config.train == "matrices":
+        return _pretrain_matrices(config, folder)
+    result = pretrained(config, progress=True)
     measured = held_out_losses(result.transformer, config)
+    (folder / "card.json").unlink(missing_ok=True)  # an old card must not describe new weights, wherever this is killed
     result.transformer.save_pretrained(folder)
     card = {
         "trained_by": _command(config),
@@ -261,13 +361,55 @@ def pretrain(config: PretrainConfig) -> Path:
         "step_sizes": result.transformer.step_sizes.tolist(),
     }
     write_whole(folder / "card.json", json.dumps(card, indent=2) + "\n")
-    print(f"held-out TD loss, normalized: {result.held_out[0]:.4f} before, {result.held_out[1]:.4f} after; {folder}")
+    _say(config, folder, "InContextTransformer", *result.held_out, "trained steps")
     return folder
 
 
-def pretrained(config: PretrainConfig) -> Pretrained:
+def _checked(config: PretrainConfig) -> PretrainConfig:
+    """The settings with full names of domains.
+
+    Raises:
+        ValueError: Settings that cannot work, in the words of the command line.
+    """
+    config = replace(
+        config, domain=resolve_task(config.domain), evaluate=tuple(resolve_task(domain) for domain in config.evaluate)
+    )
+    least = {"iterations": 1, "n_layers": 1, "batch_size": 1, "n_context": 1, "n_queries": 1, "episodes": 2, "seed": 0}
+    why = {"episodes": " (the first half of the goals trains, the other is held out)"}
+    for name, low in least.items():
+        if getattr(config, name) < low:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least {low}{why.get(name, '')}, got {getattr(config, name)}.")
+    for name in ("temperature", "reward_scale", "learning_rate", "matrix_learning_rate"):
+        if not 0 < getattr(config, name) < math.inf:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be positive and finite, got {getattr(config, name)}.")
+    if not 0 <= config.gamma <= 1:
+        raise ValueError(f"--gamma must be in [0, 1], got {config.gamma}.")
+    if config.n_context + config.n_queries > config.steps:
+        raise ValueError(
+            f"--n-context {config.n_context} and --n-queries {config.n_queries} are transitions of one episode, and --steps "
+            f"{config.steps} is fewer than their sum; give more --steps (at most 500), or fewer of the two."
+        )
+    if config.evaluate and config.train == "matrices":
+        raise ValueError("--evaluate is for --train steps: matrices are measured on their own domain only.")
+    return config
+
+
+def _say(config: PretrainConfig, folder: Path, kind: str, before: float, after: float, what: str) -> None:
+    """The last lines of the command: what was measured, what was written, and how to load it."""
+    goals = config.episodes - config.episodes // 2
+    print(
+        f"held-out TD loss, mean delta^2 / mean r^2 (the value zero has 1), on {goals} goal{'s' * (goals > 1)} that did not train: "
+        f"{before:.4g} with unit steps at temperature {config.temperature:g}, {after:.4g} with the {what}\n"
+        f"written: weights.safetensors, config.json and card.json in {folder}\n"
+        f"load them: {kind}.from_pretrained({str(folder)!r})"
+    )
+
+
+def pretrained(config: PretrainConfig, progress: bool = False) -> Pretrained:
     """Train, and measure on goals that were not trained on."""
-    transformer, losses = train_step_sizes(split(config, train=True), config)
+    transformer, losses = train_step_sizes(split(config, train=True), config, progress)
     before, after = (_held_out_loss(t, config) for t in (_construction(config), transformer))
     return Pretrained(transformer, losses, (before, after))
 
@@ -301,8 +443,8 @@ def _held_out_loss(transformer: InContextTransformer, config: PretrainConfig) ->
 
 
 def training_settings(config: PretrainConfig) -> dict[str, Any]:
-    """What the weights follow from, as JSON: all but where else they are measured."""
-    return {name: value for name, value in asdict(config).items() if name != "evaluate"}
+    """What the weights follow from, as JSON: neither where else they are measured, nor whether they replaced others."""
+    return {name: value for name, value in asdict(config).items() if name not in ("evaluate", "force")}
 
 
 def _command(config: PretrainConfig) -> str:
@@ -310,7 +452,9 @@ def _command(config: PretrainConfig) -> str:
     words = ["icrl-gym", "pretrain"]
     for item in fields(config):
         value = getattr(config, item.name)
-        if item.name in ("root", "out") or (value == item.default and item.name not in ("domain", "noise", "seed")):
+        if item.name in ("root", "out", "force") or (
+            value == item.default and item.name not in ("domain", "noise", "seed")
+        ):
             continue
         option = item.name.replace("_", "-")
         if isinstance(value, bool):
@@ -377,20 +521,30 @@ def _uses(result: Pretrained, config: PretrainConfig, measured: dict[str, dict[s
     if config.step_normalization == "row_sum" and largest > 2:
         bad += (
             f" No bound holds for every context: layers of steps above 2 can diverge where the top eigenvalue of the kernel "
-            f"matrix comes near its largest row sum, as with states nearly all alike, and the largest step is {largest:.2g}."
+            f"matrix comes near its largest row sum, and the largest step is {largest:.2g}. That is so with states nearly all "
+            f"alike, and with states far apart against the temperature; `condition` raises an error there, naming the layer."
         )
     return {"good_for": good, "not_good_for": bad}
 
 
 def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
-    learned, _ = train_matrices(split(config, train=True), config)
+    data = split(config, train=True)
     # As many queries as it takes to tell implicit weights apart, whatever the training asked for.
-    n_queries = max(config.n_queries, learned.n_features)
+    n_queries = max(config.n_queries, data.states.shape[-1])
+    if config.n_context + n_queries > config.steps:
+        raise ValueError(
+            f"to compare matrices with the construction takes {n_queries} queries, one for each entry of a state, beside "
+            f"--n-context {config.n_context} in one episode of --steps {config.steps}; give at least --steps "
+            f"{config.n_context + n_queries}, or a smaller --n-context."
+        )
+    learned, _ = train_matrices(data, config, progress=True)
     batch, queries = contexts(split(config, train=False), config.n_context, 32, config.seed, n_queries)
     with torch.no_grad():
-        before = _held_out(learned.construction.condition(batch), learned.construction.gamma, queries)
+        untrained = learned.construction.condition(batch, most_growth=math.inf)
+        before = _held_out(untrained, learned.construction.gamma, queries)
         after = _held_out(_answers(learned, batch), learned.construction.gamma, queries)
     measured = similarity(learned, batch, queries.states).as_dict()
+    (folder / "card.json").unlink(missing_ok=True)
     learned.save_pretrained(folder)
     card = {
         "trained_by": _command(config),
@@ -403,9 +557,7 @@ def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
         "similarity_to_the_construction": {k: v if math.isfinite(v) else None for k, v in measured.items()},
     }
     write_whole(folder / "card.json", json.dumps(card, indent=2) + "\n")
-    print(
-        f"held-out TD loss, normalized: {before:.4f} of the construction, {after:.4f} of the learned matrices; {folder}"
-    )
+    _say(config, folder, "LearnedTransformer", before, after, "learned matrices")
     print("beside the construction: " + ", ".join(f"{k.replace('_', ' ')} {v:.3f}" for k, v in measured.items()))
     return folder
 
@@ -441,14 +593,11 @@ def _kernel(name: KernelName, temperature: Tensor | None) -> Kernel:
     return type(kernel)(temperature)
 
 
-def _loss(
-    value: Callable[[Tensor], Tensor], gamma: Tensor, queries: Context, semi_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """The loss to differentiate, and its value as the experiments normalize it."""
+def _loss(value: Callable[[Tensor], Tensor], gamma: Tensor, queries: Context, semi_gradient: bool) -> Tensor:
+    """The loss to differentiate, normalized: the value zero has the loss 1."""
     following = value(queries.next_states)
     target = queries.rewards + gamma * (~queries.terminated) * following
     target = target.detach() if semi_gradient else target
     error = (target - value(queries.states)).square().mean()
     # One scale for the whole batch: a context whose queries happen to have next to no reward must not decide the step of all.
-    loss = error / queries.rewards.square().mean().clamp_min(1e-12)
-    return loss, loss.detach()
+    return error / queries.rewards.square().mean().clamp_min(1e-12)

@@ -8,6 +8,7 @@ K^T Q and V.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -190,7 +191,8 @@ def similarity(
     reference = matched_construction(learned) if reference is None else reference
     linear = isinstance(learned.construction.kernel, LinearKernel)
     states = query_states.to(context.states)
-    conditioned = reference.condition(context)
+    # Steps that were learned may be such that TD's layers diverge; by how much the two differ then is the result.
+    conditioned = reference.condition(context, most_growth=math.inf)
 
     def of_learned(asked: Tensor) -> Tensor:
         return learned.values(context, asked)

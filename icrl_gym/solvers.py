@@ -5,12 +5,14 @@ A context, a kernel and an algorithm (:mod:`icrl_gym.algorithms`) make the syste
     (W A + rho n I) c = W y,      A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i)
 
 and every layer moves c along what is left of its right side, e = W (y - A c) - rho n c. A plain layer moves alpha_l e; a
-conjugate layer moves along the part of e that the layers before have not settled, as far as is best (Hestenes and Stiefel 1952),
-which no step size has to be chosen for, but which needs a positive semi-definite system.
+conjugate layer moves along the part of e that the layers before have not settled, as far as is best for the squared errors
+(Hestenes and Stiefel 1952), which no step size has to be chosen for, but which needs a positive semi-definite system.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,9 +22,19 @@ from icrl_gym._typing import Bool, Float
 from icrl_gym.algorithms import Algorithm
 from icrl_gym.context import Context
 from icrl_gym.kernels import Kernel, NystromKernel
-from icrl_gym.value_function import ValueFunction, divergence, expand, temporal_difference
+from icrl_gym.value_function import MOST_GROWTH, ValueFunction, expand, grown, temporal_difference
 
-__all__ = ["System", "conjugate", "conjugate_step", "fixed_point", "iterate", "key_values", "system"]
+__all__ = [
+    "Directions",
+    "System",
+    "conjugate",
+    "conjugate_ratio",
+    "conjugate_step",
+    "fixed_point",
+    "iterate",
+    "key_values",
+    "system",
+]
 
 
 @dataclass(frozen=True)
@@ -155,10 +167,7 @@ def iterate(problem: System, alpha: Float[Tensor, "*b L"]) -> tuple[Float[Tensor
         alpha: (..., L), the step of each layer, normalized.
 
     Returns:
-        Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
-
-    Raises:
-        FloatingPointError: The layers diverge.
+        Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each, however large.
     """
     delta, coefficients = problem.targets, torch.zeros_like(problem.targets)
     errors, path = [delta], [coefficients]
@@ -168,18 +177,13 @@ def iterate(problem: System, alpha: Float[Tensor, "*b L"]) -> tuple[Float[Tensor
         delta = delta - problem.times(moved)
         errors.append(delta)
         path.append(coefficients)
-    td_errors = torch.stack(errors, -2)
-    if not bool(torch.isfinite(td_errors).all()):
-        finite = torch.isfinite(td_errors).all(-1).reshape(-1, td_errors.shape[-2]).all(0)
-        first = int((~finite).nonzero()[0])
-        raise divergence(first - 1, alpha.shape[-1], float(td_errors[..., max(first - 1, 0), :].abs().max()))
-    return torch.stack(path, -2), td_errors
+    return torch.stack(path, -2), torch.stack(errors, -2)
 
 
 def conjugate(problem: System, n_layers: int) -> tuple[Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
-    """L conjugate layers: after each, c is the best of all that so many layers with any steps could reach.
+    """L conjugate layers: after each, V is the best of all that so many layers with any steps could reach.
 
-    Best in the norm of the system's matrix, where the distance to the fixed point falls with every layer, so no context makes
+    Best for sum_i delta_i^2 + rho n <V, V>, the squared errors and the ridge, which therefore fall with every layer: no context makes
     them diverge.
 
     Args:
@@ -190,42 +194,106 @@ def conjugate(problem: System, n_layers: int) -> tuple[Float[Tensor, "*b L1 n"],
         Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
     """
     delta, coefficients = problem.targets, torch.zeros_like(problem.targets)
-    errors, path, residual = [delta], [coefficients], problem.residual(delta, coefficients)
-    direction, start = residual, residual.square().sum(-1)
+    errors, path = [delta], [coefficients]
+    start = Directions.first(problem.residual(delta, coefficients), problem.times)
+    now, ridge = start, problem.ridge.unsqueeze(-1)
     for _ in range(n_layers):
-        taken = problem.times(direction)
-        change = taken + problem.ridge.unsqueeze(-1) * direction
-        step, residual, next_direction = conjugate_step(residual, direction, change, start)
-        coefficients = coefficients + step.unsqueeze(-1) * direction
-        delta = delta - step.unsqueeze(-1) * taken
-        direction = next_direction
+        step, following = now.step(problem.times, ridge, start)
+        coefficients = coefficients + step * now.direction
+        delta = delta - step * now.taken
+        now = following
         errors.append(delta)
         path.append(coefficients)
     return torch.stack(path, -2), torch.stack(errors, -2)
 
 
+@dataclass(frozen=True)
+class Directions:
+    """Where conjugate layers stand: what is left, where the next one goes, and what the matrix A makes of both.
+
+    Directions are conjugate, and steps are best, in the inner product of the kernel: <a, b> = a^T A b for functions with coefficients a
+    and b. In that of the coefficients themselves, which is the textbook's, errors of directions that hardly change any value would
+    count as much as all others, and the squared TD error could rise on the way.
+
+    Attributes:
+        residual: (..., n), e = y - (A + rho n I) c.
+        reach: (..., n), A e.
+        direction: (..., n), p.
+        taken: (..., n), A p.
+
+    Source: Hestenes and Stiefel 1952, section 10 (their method for the normal equations); Saad 2003, section 8.3.
+    """
+
+    residual: Float[Tensor, "*b n"]
+    reach: Float[Tensor, "*b n"]
+    direction: Float[Tensor, "*b n"]
+    taken: Float[Tensor, "*b n"]
+
+    @classmethod
+    def first(cls, residual: Float[Tensor, "*b n"], times: Callable[[Tensor], Tensor]) -> Directions:
+        """The first direction is the residual.
+
+        Args:
+            residual: (..., n), e.
+            times: A, as a product.
+        """
+        reach = times(residual)
+        return cls(residual, reach, residual, reach)
+
+    def step(
+        self, times: Callable[[Tensor], Tensor], ridge: Float[Tensor, "*#b 1"], start: Directions
+    ) -> tuple[Float[Tensor, "*b 1"], Directions]:
+        """How far to go along p, and where that leads: one product with A.
+
+        Args:
+            times: A, as a product.
+            ridge: (..., 1), rho n.
+            start: Before the first layer; a residual of its rounding is taken for zero, and nothing moves any more.
+        """
+        step = conjugate_step(self.square, self.curvature(ridge), start.square)
+        residual = self.residual - step * (self.taken + ridge * self.direction)
+        reach = self.reach - step * (times(self.taken) + ridge * self.taken)
+        ratio = conjugate_ratio(step, (residual * reach).sum(-1, keepdim=True), self.square)
+        return step, Directions(
+            residual, reach, residual + ratio * self.direction, reach + ratio * self.taken
+        )
+
+    @property
+    def square(self) -> Float[Tensor, "*b 1"]:
+        """<e, e>."""
+        return (self.residual * self.reach).sum(-1, keepdim=True)
+
+    def curvature(self, ridge: Float[Tensor, "*#b 1"]) -> Float[Tensor, "*b 1"]:
+        """<p, (A + rho n I) p>."""
+        return self.taken.square().sum(-1, keepdim=True) + ridge * (self.direction * self.taken).sum(-1, keepdim=True)
+
+
 def conjugate_step(
-    residual: Float[Tensor, "*b n"],
-    direction: Float[Tensor, "*b n"],
-    change: Float[Tensor, "*b n"],
-    start: Float[Tensor, "*b"],
-) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b n"], Float[Tensor, "*b n"]]:
-    """How far to go along a direction, what is left of the residual, and the next direction.
+    square: Float[Tensor, "*b 1"], curvature: Float[Tensor, "*b 1"], start: Float[Tensor, "*b 1"]
+) -> Float[Tensor, "*b 1"]:
+    """The best step along a direction, zero for one that is settled.
 
     Args:
-        residual: (..., n), e.
-        direction: (..., n), p.
-        change: (..., n), (A + rho n I) p.
-        start: (...), the square of the first residual; a residual of its rounding is taken for zero, and nothing moves any more.
-
-    Source: Hestenes and Stiefel 1952; Saad 2003, section 6.7.
+        square: (..., 1), <e, e>.
+        curvature: (..., 1), <p, (A + rho n I) p>.
+        start: (..., 1), <e, e> before the first layer.
     """
-    square, curvature = residual.square().sum(-1), (direction * change).sum(-1)
     settled = (square <= 1e-26 * start) | ~(curvature > 0)
-    step = torch.where(settled, 0.0, square / torch.where(settled, 1.0, curvature))
-    left = residual - step.unsqueeze(-1) * change
-    ratio = torch.where(settled, 0.0, left.square().sum(-1) / torch.where(settled, 1.0, square))
-    return step, left, left + ratio.unsqueeze(-1) * direction
+    return torch.where(settled, 0.0, square / torch.where(settled, 1.0, curvature))
+
+
+def conjugate_ratio(
+    step: Float[Tensor, "*b 1"], square: Float[Tensor, "*b 1"], before: Float[Tensor, "*b 1"]
+) -> Float[Tensor, "*b 1"]:
+    """How much of a direction stays in the next one.
+
+    Args:
+        step: (..., 1), of :func:`conjugate_step`.
+        square: (..., 1), <e, e> after it.
+        before: (..., 1), and before.
+    """
+    # Rounding can make the square of next to nothing negative.
+    return torch.where(step > 0, square.clamp_min(0.0) / torch.where(step > 0, before, 1.0), 0.0)
 
 
 def fixed_point(
@@ -237,6 +305,7 @@ def fixed_point(
     gamma: Tensor,
     ridge: float,
     has_offset: bool,
+    most_growth: float = MOST_GROWTH,
 ) -> ValueFunction:
     """Infinite depth: the value function that no further layer would change.
 
@@ -255,9 +324,11 @@ def fixed_point(
         gamma: The discount.
         ridge: rho.
         has_offset: Whether the literal read-out would carry an offset.
+        most_growth: TD errors of more than so many times the norm that the value zero has are those of no solution;
+            ``math.inf``: whatever is finite.
 
     Raises:
-        FloatingPointError: The system has no unique solution.
+        FloatingPointError: The system has no unique solution, or is so near to that that TD errors have grown.
 
     Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD); Engel et al. 2005 (the residual gradient's, as
     Gaussian process TD).
@@ -272,7 +343,7 @@ def fixed_point(
         matrix = matrix + torch.diag_embed(problem.ridge.unsqueeze(-1) + (~context.mask).double())
         solution = _solve(matrix, right, ridge)
         errors = problem.targets - problem.times(solution)
-        _require_solved(matrix, solution, right, errors, ridge)
+        _require_solved(matrix, solution, right, problem.targets, errors, ridge, most_growth)
         td_errors = torch.stack([problem.targets, errors], -2).to(kind)
         return replace(problem, context=given, gamma=gamma.to(kind)).value_function(
             solution.to(kind), td_errors, has_offset
@@ -303,7 +374,7 @@ def fixed_point(
     weights = _apply(root, solution)
     predicted = [_apply(difference.transpose(-1, -2), weights) for difference in differences]
     errors = targets - torch.cat(predicted, -1) if predicted else targets
-    _require_solved(matrix, solution, right, errors, ridge)
+    _require_solved(matrix, solution, right, targets, errors, ridge, most_growth)
     offset = algorithm.bootstrap_gamma(gamma).to(kind) * has_offset
     td_errors = torch.stack([targets, errors], -2).to(kind)
     return _value_function(kernel.base, kernel.landmarks, kernel.mask, weights.to(kind), shift, offset, td_errors)
@@ -326,11 +397,17 @@ def _solve(matrix: Float[Tensor, "*b p p"], right: Float[Tensor, "*b p"], ridge:
     return solution
 
 
-def _require_solved(matrix: Tensor, solution: Tensor, right: Tensor, errors: Tensor, ridge: float) -> None:
+def _require_solved(
+    matrix: Tensor, solution: Tensor, right: Tensor, targets: Tensor, errors: Tensor, ridge: float, most_growth: float
+) -> None:
     # A system can be singular but for rounding: no pivot is zero, and yet the solution does not solve it.
     unsolved = (_apply(matrix, solution) - right).norm(dim=-1) > 1e-3 * right.norm(dim=-1)
     if bool(unsolved.any()) or not bool(torch.isfinite(errors).all()):
         raise _not_unique(ridge)
+    if errors.shape[-1] and not math.isinf(most_growth):
+        passed, _ = grown(torch.stack([targets, errors], -2), most_growth)
+        if bool(passed.any()):
+            raise _not_unique(ridge)
 
 
 def _not_unique(ridge: float) -> FloatingPointError:

@@ -32,8 +32,18 @@ from icrl_gym._typing import Bool, Float
 from icrl_gym.algorithms import Algorithm, AlgorithmName
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
-from icrl_gym.solvers import System, conjugate, conjugate_step, fixed_point, iterate, system, trace
-from icrl_gym.value_function import ValueFunction, divergence, reward_center
+from icrl_gym.solvers import (
+    Directions,
+    System,
+    conjugate,
+    conjugate_ratio,
+    conjugate_step,
+    fixed_point,
+    iterate,
+    system,
+    trace,
+)
+from icrl_gym.value_function import MOST_GROWTH, ValueFunction, check_growth, reward_center
 
 __all__ = ["Acceleration", "AttentionHead", "ConjugateLayer", "InContextTransformer", "Layer", "Prompt"]
 
@@ -124,7 +134,8 @@ class Layer(nn.Module):
         step_size: What multiplies the TD errors, before the normalizer.
         gamma: The discount.
         differences: Two more heads, with next states for keys: the step follows the gradient of the squared TD errors.
-        has_direction: The tokens have one more row, and it is the one that gives (:class:`ConjugateLayer`).
+        has_direction: The tokens have one more row (:class:`ConjugateLayer`).
+        gives: The row that the heads read; the one that takes is always the last.
     """
 
     def __init__(
@@ -134,13 +145,13 @@ class Layer(nn.Module):
         gamma: Tensor,
         differences: bool = False,
         has_direction: bool = False,
+        gives: int = -1,
     ) -> None:
         super().__init__()
         d, rows = n_features, 2 * n_features + 1 + has_direction
         identity = torch.eye(rows, dtype=step_size.dtype, device=step_size.device)
         state, next_state = identity[:d], identity[d : 2 * d]
-        # The row that gives is the last but one of those with a direction; the one that takes is always the last.
-        moves = identity[-1].outer(identity[2 * d])
+        moves = identity[-1].outer(identity[gives])
         self.value_head = AttentionHead(state, state, -step_size * moves)
         self.bootstrap_head = AttentionHead(state, next_state, gamma * step_size * moves)
         if differences:
@@ -181,7 +192,8 @@ class Layer(nn.Module):
 class ConjugateLayer(Layer):
     """One step of the conjugate gradient method: it moves along the row p of its tokens, as far as is best.
 
-    What it multiplies the step by are sums over the tokens of the context, so the weights are fixed here too.
+    Its heads look three times: what e and p make of all tokens, and then what the new e does. What it multiplies rows by are sums
+    over the tokens of the context, so the weights are fixed here too (:class:`~icrl_gym.solvers.Directions`).
 
     Args:
         n_features: d.
@@ -190,24 +202,35 @@ class ConjugateLayer(Layer):
     """
 
     def __init__(self, n_features: int, gamma: Tensor, differences: bool) -> None:
-        super().__init__(n_features, torch.ones_like(gamma), gamma, differences, has_direction=True)
+        one = torch.ones_like(gamma)
+        super().__init__(n_features, one, gamma, differences, has_direction=True, gives=-2)
+        self.of_residual = Layer(n_features, one, gamma, differences, has_direction=True, gives=-1)
 
-    def step(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b"], start: Float[Tensor, "*b"]) -> Prompt:
+    def step(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b"], start: Float[Tensor, "*b 1"]) -> Prompt:
         """The tokens after one step.
 
         Args:
             prompt: Tokens [ s ; s' ; p ; e ], p and e zero at the query at first.
             kernel: k.
             decay: (...), rho n.
-            start: (...), the sum of e^2 over the context before the first layer.
+            start: (..., 1), <e, e> before the first layer.
         """
-        tokens, keys = prompt.tokens, prompt.keys
+        tokens, keys, ridge = prompt.tokens, prompt.keys, decay.unsqueeze(-1)
         residual, direction = tokens[..., -1, :] * keys, tokens[..., -2, :] * keys
-        # Heads subtract: what they add to the last row is minus A p, at the query minus what its value changes by.
-        added = self.update(prompt, kernel)[..., -1, :] - decay.unsqueeze(-1) * direction
-        step, _, direction = conjugate_step(residual, direction, -added * keys, start)
-        last = tokens[..., -1, :] + step.unsqueeze(-1) * added
-        return replace(prompt, tokens=torch.cat([tokens[..., :-2, :], torch.stack([direction, last], -2)], -2))
+        # Heads subtract: at the query this is what its value changes by.
+        taken = -self.update(prompt, kernel)[..., -1, :]
+        now = Directions(residual, self.reach(prompt, kernel), direction, taken * keys)
+        step = conjugate_step(now.square, now.curvature(ridge), start)
+        last = tokens[..., -1, :] - step * (taken + ridge * direction)
+        prompt = replace(prompt, tokens=torch.cat([tokens[..., :-1, :], last.unsqueeze(-2)], -2))
+        square = (last * keys * self.reach(prompt, kernel)).sum(-1, keepdim=True)
+        direction = last * keys + conjugate_ratio(step, square, now.square) * direction
+        rows = torch.stack([direction, last], -2)
+        return replace(prompt, tokens=torch.cat([tokens[..., :-2, :], rows], -2))
+
+    def reach(self, prompt: Prompt, kernel: Kernel) -> Float[Tensor, "*b c"]:
+        """A e, at the tokens of the context."""
+        return -self.of_residual.update(prompt, kernel)[..., -1, :] * prompt.keys
 
 
 class InContextTransformer(nn.Module):
@@ -419,11 +442,12 @@ class InContextTransformer(nn.Module):
             with_query(algorithm.return_matrix(context, gamma)) if reads else None,
         )
 
-    def forward(self, prompt: Prompt) -> Float[Tensor, "*b m r c"]:
+    def forward(self, prompt: Prompt, *, most_growth: float = MOST_GROWTH) -> Float[Tensor, "*b m r c"]:
         """The tokens after L layers, computed literally: every token attends to every context token in every layer.
 
         Args:
             prompt: What :meth:`embed` made.
+            most_growth: See :meth:`condition`.
 
         Returns:
             (..., m, 2d+1, n+1): in the last row, the TD error of every transition, and minus the value of the query.
@@ -447,21 +471,29 @@ class InContextTransformer(nn.Module):
                 (prompt.keys | _is_last(prompt.keys)).unsqueeze(-2), 0.0
             )
             prompt = replace(prompt, tokens=torch.cat([prompt.tokens[..., :-1, :], read], -2))
-        start = torch.zeros_like(decay)
-        if self.acceleration == "conjugate":
+        start = torch.zeros_like(decay).unsqueeze(-1)
+        if self.acceleration == "conjugate" and layers:
             # The first direction is the residual itself.
             first = prompt.tokens[..., -1:, :] * prompt.keys.unsqueeze(-2)
-            start = first.squeeze(-2).square().sum(-1)
             prompt = replace(
                 prompt, tokens=torch.cat([prompt.tokens[..., :-2, :], first, prompt.tokens[..., -1:, :]], -2)
             )
-        for index, layer in enumerate(layers):
-            before = prompt
+            assert isinstance(layers[0], ConjugateLayer)
+            start = (first.squeeze(-2) * layers[0].reach(prompt, kernel)).sum(-1, keepdim=True)
+        rows = [prompt.tokens[..., -1, :]]
+        for layer in layers:
             if isinstance(layer, ConjugateLayer):
                 prompt = layer.step(prompt, kernel, decay, start)
             else:
                 prompt = layer(prompt, kernel, normalizer, decay if self.ridge else None)
-            _check_finite(prompt.tokens[..., -1, :], before.tokens[..., -1, :], index, len(layers))
+            rows.append(prompt.tokens[..., -1, :])
+        last = torch.stack(rows, -2)
+        # Whatever is finite will do: of the query too. Growth is that of the context, whose errors have a size to begin with.
+        check_growth(
+            last if math.isinf(most_growth) else last.masked_fill(~prompt.keys.unsqueeze(-2), 0.0),
+            most_growth,
+            "prompt",
+        )
         return prompt.tokens
 
     @staticmethod
@@ -470,7 +502,12 @@ class InContextTransformer(nn.Module):
         return -tokens[..., -1, -1]
 
     def condition(
-        self, context: Context, landmarks: Any = None, landmark_mask: Bool[Tensor, "*b M"] | None = None
+        self,
+        context: Context,
+        landmarks: Any = None,
+        landmark_mask: Bool[Tensor, "*b M"] | None = None,
+        *,
+        most_growth: float = MOST_GROWTH,
     ) -> ValueFunction:
         """The value function that the forward pass computes from a context, ready for any number of queries.
 
@@ -478,6 +515,8 @@ class InContextTransformer(nn.Module):
             context: (...) contexts of n transitions; one without any transition has the value zero.
             landmarks: (..., M, d) states to compare through, instead of ``n_landmarks`` of the context's own.
             landmark_mask: (..., M) bool, False for a landmark that does not exist.
+            most_growth: The layers diverge if the norm of the context's TD errors after the last is more than so many times that
+                before the first. ``math.inf`` takes whatever is finite, as training has to, whose gradients lead out of there.
 
         Raises:
             FloatingPointError: The layers diverge, or the fixed point does not exist.
@@ -486,15 +525,16 @@ class InContextTransformer(nn.Module):
         has_offset = self.offset == "centered"
         if self.infinite:
             return fixed_point(
-                kernel, context, self.algorithm, rewards, shift, gamma, self.ridge, has_offset=has_offset
+                kernel, context, self.algorithm, rewards, shift, gamma, self.ridge, has_offset, most_growth
             )
         problem, path, errors = self._layers_on(context, kernel, rewards, shift, gamma)
+        check_growth(errors, most_growth)
         return problem.value_function(path[..., -1, :], errors, has_offset)
 
     def coefficients_by_depth(
         self, context: Context
     ) -> tuple[System, Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
-        """The linear system of a context, and what the layers make of it.
+        """The linear system of a context, and what the layers make of it, also where they diverge, as long as numbers are finite.
 
         Args:
             context: (...) contexts of n transitions.
@@ -504,11 +544,13 @@ class InContextTransformer(nn.Module):
 
         Raises:
             ValueError: The depth is infinite.
-            FloatingPointError: The layers diverge.
+            FloatingPointError: Numbers overflow.
         """
         if self.infinite:
             raise ValueError("a transformer of infinite depth has no layers to follow; use a finite n_layers.")
-        return self._layers_on(context, *self._given(context))
+        problem, path, errors = self._layers_on(context, *self._given(context))
+        check_growth(errors, math.inf)
+        return problem, path, errors
 
     def layer_steps(self, context: Context) -> Float[Tensor, "*b L"]:
         """alpha_l: the step sizes of the layers on this context, divided by its normalizer.
@@ -713,8 +755,3 @@ def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: f
     if not bool(torch.isfinite(steps).all()):
         raise ValueError(f"step_sizes must be finite, got {steps.tolist()}.")
     return steps
-
-
-def _check_finite(now: Tensor, before: Tensor, index: int, n_layers: int) -> None:
-    if not bool(torch.isfinite(now).all()):
-        raise divergence(index, n_layers, float(before.abs().max()))

@@ -10,6 +10,7 @@ one kernel value a center.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,23 @@ from icrl_gym._typing import Bool, Float
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel
 
-__all__ = ["ValueFunction", "divergence", "expand", "reward_center", "temporal_difference"]
+__all__ = [
+    "MOST_GROWTH",
+    "ValueFunction",
+    "check_growth",
+    "divergence",
+    "expand",
+    "grown",
+    "reward_center",
+    "temporal_difference",
+]
+
+MOST_GROWTH = 1e3
+"""Layers that leave TD errors of more than so many times the norm before the first one are taken to diverge."""
+
+_REMEDY = (
+    'Use step_normalization="row_sum" with step_sizes below 2, algorithm="residual_gradient", or n_layers=math.inf.'
+)
 
 
 @dataclass(frozen=True)
@@ -133,5 +150,54 @@ def divergence(index: int, n_layers: int, norm: float) -> FloatingPointError:
     """The error for layers that diverge: the layer (from 0), how many there are, the largest TD error before it."""
     return FloatingPointError(
         f"the layers diverge: the TD errors are no longer finite after layer {index + 1} of {n_layers} (the largest "
-        f'before it was {norm:.3g}). Use step_normalization="row_sum", smaller step_sizes, or n_layers=math.inf.'
+        f"before it was {norm:.3g}). {_REMEDY}"
     )
+
+
+def grown(errors: Float[Tensor, "*b L1 n"], most_growth: float) -> tuple[Bool[Tensor, "*b L1"], Float[Tensor, "*b L1"]]:
+    """Whether TD errors have a norm of more than ``most_growth`` times that of the first row, and the norms.
+
+    Args:
+        errors: (..., L+1, n), n at least 1.
+        most_growth: How many times.
+    """
+    # In units of the largest first error, so that the square of no error that is given overflows.
+    scale = errors[..., :1, :].abs().amax(-1)
+    norms = (errors / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)).norm(dim=-1)
+    return ~(norms <= most_growth * norms[..., :1]), scale * norms  # a NaN has grown too
+
+
+def check_growth(errors: Float[Tensor, "*b L1 n"], most_growth: float, what: str = "context") -> None:
+    """Raise where the last of L layers leaves TD errors whose norm is too many times that before the first.
+
+    What an accelerated method lets grow on the way and takes back is no divergence.
+
+    Args:
+        errors: (..., L+1, n), the TD errors before each layer and after the last.
+        most_growth: How many times; ``math.inf``: whatever is finite.
+        what: The word for an element of the batch.
+
+    Raises:
+        FloatingPointError: With the first layer that passed the bound, the norms, and the remedy.
+    """
+    if not errors.numel():
+        return
+    errors = errors.detach().reshape(-1, *errors.shape[-2:])
+    n_layers = errors.shape[-2] - 1
+    if math.isinf(most_growth):
+        finite = torch.isfinite(errors).all(-1).all(0)
+        if not bool(finite.all()):
+            first = int((~finite).nonzero()[0])
+            raise divergence(first - 1, n_layers, float(errors[:, max(first - 1, 0)].abs().max()))
+        return
+    passed, norms = grown(errors, most_growth)
+    diverging = passed[:, -1].nonzero().squeeze(-1)
+    if len(diverging):
+        index = int(diverging[0])
+        start, end = (float(norms[index, layer]) for layer in (0, -1))
+        others = f" ({len(diverging)} of them do)" if len(diverging) > 1 else ""
+        where = f"this {what}" if len(errors) == 1 else f"{what} {index} of {len(errors)}{others}"
+        raise FloatingPointError(
+            f"the layers diverge on {where}: the norm of the TD errors was {start:.3g} at first, more than {most_growth:g} times "
+            f"as much after layer {int(passed[index].nonzero()[0])} of {n_layers}, and {end:.3g} after the last. {_REMEDY}"
+        )

@@ -206,6 +206,10 @@ def _build(path: Path, builders: dict[str, Callable[[dict[str, Any]], _Built]]) 
     """What the configuration in a folder describes, with whatever numbers."""
     try:
         config = json.loads((path / _CONFIG).read_text())
+        named = config.get("format") if isinstance(config, dict) else None
+        if named not in builders and named in (_FORMAT, _ADAPTIVE_FORMAT, _LEARNED_FORMAT):
+            name = named.removeprefix("icrl_gym.")
+            raise ValueError(f"it is that of another kind; load it with {name}.from_pretrained")
         if not isinstance(config, dict) or config.get("format") not in builders or config.get("version") != 1:
             raise ValueError(f"it does not say format {' or '.join(map(repr, builders))}, version 1")
         return builders[config["format"]](config)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icrl_gym import Context, InContextCritic, InContextTransformer
-from icrl_gym.adaptive import AdaptiveTransformer, _share
+from icrl_gym.adaptive import AdaptiveTransformer
 from icrl_gym.kernels import RBFKernel
 from icrl_gym.metrics import relevance, standardization
+from icrl_gym.solvers import Directions
 
 GAMMA = 0.9
 BANDWIDTHS, RIDGES = (0.7, 2.0), (1e-2, 0.3)
@@ -99,16 +100,9 @@ def twin(context, queries, n_layers, value_shift=True, sharpness=0.1, folds=5, c
                     algorithm="residual_gradient", **layers,
                 )  # fmt: skip
 
-                def fit(part, head=head):
-                    value = head.condition(part)
-                    y, left = value.td_errors[0].numpy(), value.td_errors[-1].numpy()
-                    taken = y - left
-                    share = min(1.0, max(0.0, y @ taken / (taken @ taken))) if taken @ taken > 0 else 1.0
-                    return lambda at: share * value(at)
-
                 missed = 0.0
                 for f in range(folds):
-                    value = fit(in_coordinates(shifted, origin, scale, fold != f))
+                    value = head.condition(in_coordinates(shifted, origin, scale, fold != f))
                     bootstrap = gamma * (1 - moved.terminated.double()) * value(moved.next_states)
                     errors = (moved.rewards + bootstrap - value(moved.states)).numpy()
                     missed += (errors[present & (fold == f)] ** 2).sum()
@@ -121,7 +115,7 @@ def twin(context, queries, n_layers, value_shift=True, sharpness=0.1, folds=5, c
                     tokens[..., d : 2 * d, -1] = torch.as_tensor(-origin / scale)
                     answers.append(head.read_out(head(replace(prompt, tokens=tokens))).numpy())
                 else:
-                    answers.append(fit(moved)(asked).numpy())
+                    answers.append(head.condition(moved)(asked).numpy())
     logits = -sharpness * n * np.log(np.array(losses) / min(losses))
     weights = np.exp(logits - logits.max())
     weights /= weights.sum()
@@ -245,20 +239,17 @@ def test_a_critic_has_its_values(standardize):
         torch.testing.assert_close(values, expected(context.states) + expected.offset)
 
 
-def test_few_layers_that_overshoot_are_drawn_back():
-    # The energy of the system falls, and the squared TD error would rise: most of the rewards lie in a weak direction.
+def test_few_layers_do_not_overshoot():
+    # In the textbook's conjugate method the squared TD error would rise here: most of the rewards lie in a weak direction.
     matrix = torch.diag(torch.tensor([1.0, 1000.0]).double())
     target = torch.tensor([1.0, 1000**-0.5]).double()
-    step = target.square().sum() / (target @ matrix @ target)
-    left = target - step * (matrix @ target)
-    assert float(left.norm()) > 10 * float(target.norm())
-    share = _share(target, left)
-    best = target - share * (target - left)
-    assert 0 < float(share) < 1 and float(best.norm()) <= float(target.norm())
-    for other in np.linspace(0, 1, 101):
-        assert float(best.norm()) <= float((target - other * (target - left)).norm()) + 1e-12
-    assert _share(target, target).tolist() == [1.0] and _share(target, torch.zeros(2).double()).tolist() == [1.0]
-    assert _share(target, 2 * target).tolist() == [0.0]
+    textbook = target.square().sum() / (target @ matrix @ target)
+    assert float((target - textbook * (matrix @ target)).norm()) > 10 * float(target.norm())
+    first = Directions.first(target, lambda c: c @ matrix)
+    step, following = first.step(lambda c: c @ matrix, torch.zeros(1).double(), first)
+    # The best of all steps along the first direction.
+    best = min(float((target - a * (matrix @ target)).norm()) for a in np.linspace(0, 2e-3, 20_001))
+    assert float(following.residual.norm()) == pytest.approx(best, rel=1e-6) and best <= float(target.norm())
 
 
 def test_metrics_do_not_depend_on_units():
@@ -399,12 +390,11 @@ def test_no_context_makes_conjugate_layers_with_a_ridge_diverge(case, n_layers):
         RBFKernel("median"), n_layers=n_layers, gamma=gamma, algorithm="residual_gradient", acceleration="conjugate", ridge=1e-3
     )  # fmt: skip
     problem, path, errors = transformer.coefficients_by_depth(context)
-    left = problem.residual(errors, path)
-    assert torch.isfinite(path).all() and torch.isfinite(left).all()
+    assert torch.isfinite(path).all() and torch.isfinite(problem.residual(errors, path)).all()
     size = float(context.rewards.abs().max()) or 1.0
-    norms = (left / size).norm(dim=-1)
-    # The norm of the system falls; of it and the squares the condition number, at most 1 + 1 / rho, is the ratio.
-    assert float(norms.max()) <= math.sqrt(1 + 1 / 1e-3) * float(norms[0]) * (1 + 1e-6)
+    norms = (errors / size).norm(dim=-1)
+    # Squared errors and ridge fall with every layer, and the ridge is zero at first.
+    assert float(norms.max()) <= float(norms[0]) * (1 + 1e-6)
 
 
 def at_the_edge(kind):

@@ -221,19 +221,25 @@ def test_conjugate_layers_are_scipy_s_conjugate_gradient():
         "residual_gradient", RBFKernel(0.7), n_layers=depth, acceleration="conjugate", ridge=1e-3
     )
     problem, path, _ = transformer.coefficients_by_depth(context)
-    matrix = problem.matrix.numpy() + 1e-3 * np.trace(problem.matrix) * np.eye(12)
-    solution, _ = cg(matrix, context.rewards.numpy(), maxiter=depth, rtol=0.0)
-    np.testing.assert_allclose(path[-1], solution, rtol=1e-9)
+    # Coordinates of functions in which <f, f> is the sum of squares: A = D D^T, w = D^T c.
+    features = np.linalg.cholesky(problem.matrix.numpy())
+    matrix = features.T @ features + 1e-3 * np.trace(problem.matrix) * np.eye(12)
+    solution, _ = cg(matrix, features.T @ context.rewards.numpy(), maxiter=depth, rtol=0.0)
+    np.testing.assert_allclose(features.T @ path[-1].numpy(), solution, rtol=1e-9)
 
 
 def test_more_conjugate_layers_come_closer_in_the_norm_of_the_system():
     context = episodes(n=30)
     transformer = transformer_of("residual_gradient", RBFKernel(0.7), n_layers=25, acceleration="conjugate", ridge=1e-4)
-    problem, path, _ = transformer.coefficients_by_depth(context)
-    matrix = problem.matrix + 1e-4 * problem.matrix.trace() * torch.eye(30)
+    problem, path, errors = transformer.coefficients_by_depth(context)
+    ridge = 1e-4 * problem.matrix.trace()
+    matrix = problem.matrix + ridge * torch.eye(30)
     away = path - torch.linalg.solve(matrix, problem.targets)
-    distance = (away * (away @ matrix)).sum(-1)
+    distance = (away @ problem.matrix * (away @ matrix)).sum(-1)
     assert (distance.diff() <= 1e-9 * distance[0]).all() and distance[-1] < 1e-2 * distance[0]
+    # It is the distance from the least of squared errors and ridge together.
+    loss = errors.square().sum(-1) + ridge * (path * (path @ problem.matrix)).sum(-1)
+    torch.testing.assert_close(loss - distance, (loss - distance)[:1].expand(26), rtol=1e-6, atol=0)
 
 
 def test_batches_are_loops():

@@ -201,7 +201,7 @@ def test_damaged_and_foreign_files_say_so(tmp_path):
             load(tmp_path)
     weights.write_bytes(whole)
     for change, message in [
-        ({"format": "icrl_gym.InContextTransformer"}, "does not say format"),
+        ({"format": "icrl_gym.InContextTransformer"}, "load it with InContextTransformer.from_pretrained"),
         ({"width": 3}, "does not fit config.json"),
         ({"width": "wide"}, "not the configuration"),
         ({"n_heads": 7}, "n_heads must be 1 or 2"),
@@ -212,7 +212,7 @@ def test_damaged_and_foreign_files_say_so(tmp_path):
             load(tmp_path)
     config.write_text(json.dumps(settings))
     load(tmp_path)
-    with pytest.raises(ValueError, match=r"does not say format 'icrl_gym\.InContextTransformer'"):
+    with pytest.raises(ValueError, match=r"load it with LearnedTransformer.from_pretrained"):
         InContextTransformer.from_pretrained(tmp_path)
     broken = random_one()
     with torch.no_grad():

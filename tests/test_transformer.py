@@ -17,6 +17,7 @@ from icrl_gym.kernels import (
     ReLUKernel,
     SoftmaxKernel,
 )
+from icrl_gym.weights import shipped
 
 D = 2
 
@@ -229,8 +230,8 @@ def test_the_layer_that_diverges_is_the_one_named():
     transformer = InContextTransformer(ExponentialKernel(1.0), step, 0.9, "none", n_layers=200)
     found = []
     for run in (
-        lambda: transformer.condition(context),
-        lambda: transformer(transformer.embed(context, context.states[:1])),
+        lambda: transformer.condition(context, most_growth=math.inf),
+        lambda: transformer(transformer.embed(context, context.states[:1]), most_growth=math.inf),
     ):
         with pytest.raises(FloatingPointError, match=r"the layers diverge.*n_layers=math\.inf") as error:
             run()
@@ -241,6 +242,50 @@ def test_the_layer_that_diverges_is_the_one_named():
     assert found[0] == (len(sizes), pytest.approx(sizes[-1], rel=0.01))
     # The literal pass also sees the query, which may overflow with the rest but no later.
     assert found[1][0] in (len(sizes), len(sizes) - 1)
+
+
+def far_apart(rewards=(0.0, 1.0)):
+    """Two terminated transitions whose kernel matrix is the identity: a step of a multiplies errors by 1 - a, by hand."""
+    ended = [True, True]
+    return Context([[0.0], [100.0]], list(rewards), [[0.0], [0.0]], ended)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e150])
+def test_layers_that_grow_without_overflowing_are_an_error_too(scale):
+    # |1 - 5| = 4: 4^4 is below the bound of 1000 and 4^5 above it, so five layers are the first to pass it.
+    four, many = (InContextTransformer(RBFKernel(1.0), [5.0] * layers, 0.9) for layers in (4, 20))
+    context = far_apart((0.0, 0.5 * scale))
+    assert float(four.condition(context).td_errors[-1, 1]) == pytest.approx(0.5 * scale * 4**4)
+    message = r"on this (context|prompt): .* was \S+ at first, more than 1000 times as much after layer 5 of 20, and (\S+) after"
+    for run in (lambda: many.condition(context), lambda: many(many.embed(context, [[0.0]]))):
+        with pytest.raises(
+            FloatingPointError, match=message + r" the last\. Use .*step_sizes below 2.*n_layers=math\.inf"
+        ) as error:
+            run()
+        assert float(re.search(message, str(error.value)).group(2)) == pytest.approx(0.5 * scale * 4.0**20, rel=0.01)
+    unchecked = many.condition(context, most_growth=math.inf)
+    assert float(unchecked.td_errors[-1, 1]) == pytest.approx(0.5 * scale * 4.0**20)
+
+
+def test_the_context_of_a_batch_that_diverges_is_named():
+    # Rewards of zero have no errors that could grow.
+    batch = Context.stack([far_apart((0.0, 0.0)), far_apart(), far_apart((1.0, 1.0))])
+    with pytest.raises(
+        FloatingPointError, match=r"on context 1 of 3 \(2 of them do\): the norm of the TD errors was 1 at"
+    ):
+        InContextTransformer(RBFKernel(1.0), [5.0] * 6, 0.9).condition(batch)
+
+
+def test_what_grows_on_the_way_and_is_taken_back_does_not_diverge():
+    value = InContextTransformer(RBFKernel(1.0), [1e5, 1.0], 0.9).condition(far_apart())
+    assert float(value.td_errors[1].norm()) > 9e4 and float(value.td_errors[2].norm()) < 1e-9
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_weights_say_so_where_states_are_far_apart(name):
+    context = Context([[0.0], [1.0]], [0.0, 1.0], [[1.0], [2.0]], [False, True])  # the README's
+    with pytest.raises(FloatingPointError, match="the layers diverge on this context"):
+        InContextTransformer.from_pretrained(name).condition(context)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,9 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor]:
     """TD errors and values of the queries; infinite errors for a context on which the layers overflow."""
     try:
-        value = transformer.condition(batch)
+        # A loss of diverging layers is a result here.
+        unchecked = {"most_growth": math.inf} if isinstance(transformer, InContextTransformer) else {}
+        value = transformer.condition(batch, **unchecked)
         return td_errors(value, gamma, queries), value(queries.states)
     except FloatingPointError:
         if len(batch.rewards) == 1:

@@ -8,6 +8,7 @@ their windows slide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ from icrl_gym.transformer import InContextTransformer
 __all__ = ["Chains", "boyan", "sample_chains", "train_on_chains"]
 
 N_STATES, N_FEATURES, GAMMA, N_CONTEXT, BATCH = 10, 4, 0.9, 30, 64
+REWARDS_IN_TRAINING = 1 / math.sqrt(3)  # root mean square of what is uniform in [-1, 1]
+MOST_OF_ONE_LAYER = 1 / math.sqrt(1 + GAMMA**2)  # cosine of [-I, gamma I] and [-I, 0]
+MOST_SHOWN = 10.0
 MEASURES = ("map", "value", "product", "implicit_weight", "value_difference", "sensitivity")
 
 
@@ -139,7 +143,7 @@ def msve_by_length(
                 if isinstance(model, LearnedTransformer):
                     found.extend(model.values(context, asked[some]))
                 else:
-                    found.extend(model.condition(context)(asked[some]))
+                    found.extend(model.condition(context, most_growth=math.inf)(asked[some]))
             errors.append([c.msve(v) / z for c, v, z in zip(chains, found, zero, strict=True)])
     return errors
 
@@ -284,56 +288,51 @@ def boyan(config: ReproduceConfig) -> Report:
             # The median: a seed that found something else than TD may be off by any factor.
             errors["trained", depth, kind] = np.median(over_seeds, axis=0)
 
+    sizes_of_rewards = {kind: _reward_sizes(n_tasks, representable) for kind, representable in kinds.items()}
     rows: list[dict[str, Any]] = []
+    notes: dict[tuple[str, int, str], str] = {}  # of the length with the largest mean
     for (model, depth, kind), table in errors.items():
         for n, over_tasks in zip(lengths, table, strict=True):
-            rows.append(_row("relative MSVE", model, depth, kind, "n", n, over_tasks.tolist()))
+            note = _note(over_tasks, sizes_of_rewards[kind] if model == "trained" else None)
+            rows.append(_row("relative MSVE", model, depth, kind, "n", n, over_tasks.tolist(), note))
+            if note and over_tasks.mean() == table.mean(-1).max():
+                notes[model, depth, kind] = f"n = {n}: {note}"
     for depth in depths:
         histories = [trained[depth, seed]["history"] for seed in range(config.seeds)]
         for name in ("loss", "msve", "step", *MEASURES):
+            limit = f"at most {MOST_OF_ONE_LAYER:.3f}: no gradient reaches what reads the query's empty s'"
+            note = limit if (depth, name) == (1, "product") else ""
             for points in zip(*histories, strict=True):
-                at = points[0]["iteration"]
-                rows.append(_row(name, "trained", depth, "general", "iteration", at, [point[name] for point in points]))
+                values = [point[name] for point in points]
+                rows.append(_row(name, "trained", depth, "general", "iteration", points[0]["iteration"], values, note))
 
     ends = {depth: [trained[depth, seed]["history"][-1] for seed in range(config.seeds)] for depth in depths}
-    most = 1 / np.sqrt(1 + GAMMA**2)  # cosine of [-I, gamma I] and [-I, 0]
-    alike = {depth: [end["map"] > 0.9 * (most if depth == 1 else 1.0) for end in ends[depth]] for depth in depths}
-    falls = {}
+    alike = {
+        depth: [end["map"] > 0.9 * (MOST_OF_ONE_LAYER if depth == 1 else 1.0) for end in ends[depth]]
+        for depth in depths
+    }
+    as_td = {depth: [end["implicit_weight"] > 0.9 for end in ends[depth]] for depth in depths}
+    falls = []
     for depth in (3, 15, 100):
         for kind in kinds:
             table = errors["linear", depth, kind]
             # The same chains at both lengths: the interval of the difference is the one that counts.
             _, _, high = interval((table[-1] - table[0]).tolist())
-            falls[depth, kind] = (float(table[0].mean()), float(table[-1].mean()), high < 0)
-    found = all(end["implicit_weight"] > 0.9 for depth in depths for end in ends[depth]) and all(
-        map(all, alike.values())
-    )
-    lengths_finding = "; ".join(
-        f"with {depth} linear layers ({kind} values) from {first:.3g} to {last:.3g}"
-        + ("" if certain else ", no certain fall")
-        for (depth, kind), (first, last, certain) in falls.items()
-    )
-
-    def each(depth: int, name: str) -> str:
-        return ", ".join(f"{end[name]:.3g}" for end in ends[depth])
-
+            falls.append(high < 0)
+    found = all(map(all, (*as_td.values(), *alike.values())))
     deep = depths[-1]
     finding = (
-        f"over {n_tasks} chains and from n = {lengths[0]} to {lengths[-1]}, MSVE over that of the value zero goes {lengths_finding}. "
-        f"Trained from random matrices ({iterations} steps of {BATCH} new chains), the layer of {deep} is that of TD but for its step "
-        f"(a cosine above 0.9) in {sum(alike[deep])} of {config.seeds} seeds: {each(deep, 'product')} in K^T Q, "
-        f"{each(deep, 'value')} in V, with step sizes of {each(deep, 'step')}. The implicit weights of as many TD steps of that "
-        f"size have cosines of {each(deep, 'implicit_weight')} with the learned ones. "
-        f"A single layer is that of TD in {sum(alike[1])} of {config.seeds}: {each(1, 'value')} in V, {each(1, 'product')} in "
-        f"K^T Q, where {most:.3f} is the most since no gradient reaches what reads the query's empty s', and "
-        f"{each(1, 'implicit_weight')} in the implicit weights."
+        f"from n = {lengths[0]} to {lengths[-1]} the value error of linear layers falls for certain in {sum(falls)} of {len(falls)} "
+        f"settings of depth and values. Trained from random matrices, {deep} layers have TD's matrices (cosine above 0.9) in "
+        f"{sum(alike[deep])} of {config.seeds} seeds and TD's implicit weights in {sum(as_td[deep])}. "
+        f"One layer has the matrices, as far as one can learn them, in {sum(alike[1])} and the implicit weights in {sum(as_td[1])}."
     )
     return Report(
         "boyan",
         "Wang et al. 2025: the value error of linear attention falls with the length of the context, and matrices trained by TD on "
         "many chains converge to those that implement TD.",
         finding,
-        all(fall for _, _, fall in falls.values()) and found,
+        all(falls) and found,
         rows,
         {
             "msve": _length_figure(errors, lengths),
@@ -355,6 +354,7 @@ def boyan(config: ReproduceConfig) -> Report:
                 "layers": depth or "",
                 "values": kind,
                 **{f"n = {n}": float(over_tasks.mean()) for n, over_tasks in zip(lengths, table, strict=True)},
+                "note": notes.get((model, depth, kind), ""),
             }
             for (model, depth, kind), table in errors.items()
         ],
@@ -362,13 +362,38 @@ def boyan(config: ReproduceConfig) -> Report:
 
 
 def _row(
-    quantity: str, model: str, depth: int, kind: str, varied: str, at: float, values: list[float]
+    quantity: str, model: str, depth: int, kind: str, varied: str, at: float, values: list[float], note: str
 ) -> dict[str, Any]:
     mean, low, high = interval(values)
     return {
         "quantity": quantity, "model": model, "layers": depth, "values": kind, "varied": varied, "at": at,
-        "mean": mean, "95% low": low, "95% high": high,
+        "mean": mean, "95% low": low, "95% high": high, "median": float(np.median(values)), "note": note,
     }  # fmt: skip
+
+
+def _reward_sizes(n_tasks: int, representable: bool) -> np.ndarray:
+    """(n_tasks,) the root mean square rewards of the chains of :func:`msve_by_length`."""
+    chains = [BoyanChain(N_STATES, N_FEATURES, GAMMA, representable, seed=10_000 + i) for i in range(n_tasks)]
+    return np.array([np.sqrt(np.mean(np.square(chain.rewards))) for chain in chains])
+
+
+def _note(errors: np.ndarray, rewards: np.ndarray | None) -> str:
+    """Which chains a mean above that of the value zero comes from; of trained layers also how large their rewards are.
+
+    Args:
+        errors: (n_tasks,), relative.
+        rewards: (n_tasks,) root mean squares, or None.
+    """
+    above = errors > 1
+    if errors.mean() <= 1:
+        return ""
+    note = f"{above.sum()} of {len(errors)} chains above 1, the median {np.median(errors):.3g}"
+    if rewards is None or above.all():
+        return note
+    return (
+        f"{note}; rewards (root mean square) {np.median(rewards[above]):.2g} where above, {np.median(rewards[~above]):.2g} "
+        f"elsewhere, {REWARDS_IN_TRAINING:.2g} in training"
+    )
 
 
 def _layers(depth: int) -> str:
@@ -386,6 +411,11 @@ def _length_figure(errors: dict[tuple[str, int, str], np.ndarray], lengths: list
             label = f"{model}, {_layers(depth)}" if depth else model
             axes.plot(lengths, bounds[:, 0], marker=".", color=f"C{index}", label=label)
             axes.fill_between(lengths, bounds[:, 1], bounds[:, 2], color=f"C{index}", alpha=0.2, linewidth=0)
+            if bounds[:, 0].min() > MOST_SHOWN:  # a few chains decide the mean, and no line would be seen
+                medians = np.median(errors[model, depth, kind], axis=-1)
+                axes.plot(
+                    lengths, medians, "--", color=f"C{index}", label=f"{label}: median, mean above {MOST_SHOWN:g}"
+                )
         axes.axhline(1.0, color="gray", linewidth=1, linestyle=":")
         axes.set(
             xscale="log",
@@ -393,7 +423,7 @@ def _length_figure(errors: dict[tuple[str, int, str], np.ndarray], lengths: list
             xlabel="transitions n",
             ylabel="MSVE / that of the value zero",
             title=f"{kind} values",
-            ylim=(2e-3, 10),  # beyond it, layers diverge on short contexts
+            ylim=(2e-3, MOST_SHOWN),  # beyond it, layers diverge on short contexts
         )
         if not place:
             axes.legend(fontsize="small")
