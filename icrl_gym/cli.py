@@ -11,6 +11,7 @@ import tyro
 
 import icrl_gym
 from icrl_gym.benchmark import BenchmarkConfig, benchmark
+from icrl_gym.critic_benchmark import CriticBenchmarkConfig, critic_benchmark
 from icrl_gym.datasets import CollectConfig, collect
 from icrl_gym.experiments import ReproduceConfig, reproduce
 from icrl_gym.plots import INSTALL
@@ -34,6 +35,7 @@ gradient step trains it.
   icrl-gym train                                 PPO on Meta-World's reach-v3
   icrl-gym train --env Pendulum-v1 --gamma 0.9   any registered Gymnasium id
   icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
+  icrl-gym benchmark critic --tasks reach-v3     settings of the critic on recorded rollouts, against measured values
   icrl-gym collect --tasks reach --noise low     scripted experts with noisy actions, as Minari datasets
   icrl-gym pretrain --domain pick-place          step sizes and temperature, or all matrices, from the TD loss on one domain
   icrl-gym reproduce cross-domain --quick        an experiment of the paper: table, figure, verdict
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for option in ("--env", "--tasks", "--noise"):
         arguments = _joined(arguments, option)
+    if arguments[:2] == ["benchmark", "critic"]:
+        # Two words, where tyro would make `critic` a subcommand that every other `benchmark` had to name as well.
+        return _critic_benchmark(arguments[2:])
     config = tyro.cli(
         Command,
         args=arguments or ["--help"],
@@ -75,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (*USER_ERRORS, FloatingPointError) as error:
         return _user_error(error)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here.", file=sys.stderr)
+        starts_over = isinstance(config, PretrainConfig)
+        rest = "starts the training again; recorded data stay" if starts_over else "goes on from here"
+        print(f"\ninterrupted; the same command {rest}.", file=sys.stderr)
         return 130
     if run.done:
         print(f"{run.folder.path} finished before, after {run.folder.status['timesteps']:,} steps; nothing to do.")
@@ -93,6 +100,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = str(curve) if curve.is_file() else f"no learning_curve.png without matplotlib ({INSTALL})"
     print(f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {shown}")
     return 0
+
+
+def _critic_benchmark(arguments: Sequence[str]) -> int:
+    config = tyro.cli(CriticBenchmarkConfig, args=arguments, prog="icrl-gym benchmark critic")
+    try:
+        print(f"results in {critic_benchmark(config)}")
+        return 0
+    except USER_ERRORS as error:
+        return _user_error(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here.", file=sys.stderr)
+        return 130
 
 
 def _given(arguments: Sequence[str]) -> set[str]:

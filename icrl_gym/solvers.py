@@ -211,8 +211,8 @@ def conjugate(problem: System, n_layers: int) -> tuple[Float[Tensor, "*b L1 n"],
 class Directions:
     """Where conjugate layers stand: what is left, where the next one goes, and what the matrix A makes of both.
 
-    Directions are conjugate, and steps are best, in the inner product of the kernel: <a, b> = a^T A b for functions with coefficients a
-    and b. In that of the coefficients themselves, which is the textbook's, errors of directions that hardly change any value would
+    Directions are conjugate, and steps are best, in the inner product of the kernel: <a, b> = a^T A b for functions of coefficients
+    a and b. In that of the coefficients themselves, which is the textbook's, errors of directions that hardly change any value would
     count as much as all others, and the squared TD error could rise on the way.
 
     Attributes:
@@ -254,9 +254,7 @@ class Directions:
         residual = self.residual - step * (self.taken + ridge * self.direction)
         reach = self.reach - step * (times(self.taken) + ridge * self.taken)
         ratio = conjugate_ratio(step, (residual * reach).sum(-1, keepdim=True), self.square)
-        return step, Directions(
-            residual, reach, residual + ratio * self.direction, reach + ratio * self.taken
-        )
+        return step, Directions(residual, reach, residual + ratio * self.direction, reach + ratio * self.taken)
 
     @property
     def square(self) -> Float[Tensor, "*b 1"]:

@@ -246,7 +246,7 @@ def test_few_layers_do_not_overshoot():
     textbook = target.square().sum() / (target @ matrix @ target)
     assert float((target - textbook * (matrix @ target)).norm()) > 10 * float(target.norm())
     first = Directions.first(target, lambda c: c @ matrix)
-    step, following = first.step(lambda c: c @ matrix, torch.zeros(1).double(), first)
+    _, following = first.step(lambda c: c @ matrix, torch.zeros(1).double(), first)
     # The best of all steps along the first direction.
     best = min(float((target - a * (matrix @ target)).norm()) for a in np.linspace(0, 2e-3, 20_001))
     assert float(following.residual.norm()) == pytest.approx(best, rel=1e-6) and best <= float(target.norm())

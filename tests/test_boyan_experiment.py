@@ -14,7 +14,9 @@ from icrl_gym.experiments.boyan import (
     GAMMA,
     N_FEATURES,
     N_STATES,
+    REWARDS_IN_TRAINING,
     Chains,
+    _note,
     linear_construction,
     msve_by_length,
     sample_chains,
@@ -118,3 +120,17 @@ def test_the_experiment_leaves_its_folder(tmp_path):
     assert {row["model"] for row in rows} == {"linear", "rbf", "linear fixed point", "trained"}
     start = [r for r in rows if r["quantity"] == "map" and r["at"] == "0"]
     assert len(start) == 2 and all(abs(float(r["mean"])) < 0.5 for r in start)
+    # What a mean above the value zero comes from.
+    assert all(bool(row["note"]) == (float(row["mean"]) > 1) for row in rows if row["quantity"] == "relative MSVE")
+    verdict = (folder / "verdict.md").read_text()
+    finding = verdict.split("Measured: ")[1].removesuffix("They differ.\n").removesuffix("They agree.\n")
+    assert finding.count(". ") <= 3 and len(finding) < 450 and "inf" not in finding
+
+
+def test_a_note_says_which_chains_lift_the_mean():
+    errors, rewards = np.array([0.1, 0.2, 0.3, 5e4]), np.array([1.0, 1.1, 1.2, 3.0])
+    assert _note(errors[:3], None) == _note(errors[:3], rewards[:3]) == ""
+    assert _note(errors, None) == "1 of 4 chains above 1, the median 0.25"
+    assert _note(errors, rewards).endswith("rewards (root mean square) 3 where above, 1.1 elsewhere, 0.58 in training")
+    chains = sample_chains(4000, np.random.default_rng(0))  # what training draws
+    assert np.sqrt(np.mean(chains.rewards**2)) == pytest.approx(REWARDS_IN_TRAINING, rel=0.01)

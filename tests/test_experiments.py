@@ -10,13 +10,14 @@ import pytest
 
 from icrl_gym import InContextTransformer
 from icrl_gym.cli import main
-from icrl_gym.datasets import Transitions, contexts, dataset_id, load_transitions
-from icrl_gym.experiments import BEYOND, EXPERIMENTS, Report, ReproduceConfig, write_page
+from icrl_gym.datasets import NOISE_LEVELS, Transitions, contexts, dataset_id, load_transitions
+from icrl_gym.experiments import BEYOND, EXPERIMENTS, Report, ReproduceConfig, transfer, write_page
 from icrl_gym.experiments.grid import run_grid
 from icrl_gym.experiments.offset import offset_cell
 from icrl_gym.experiments.report import interval
 from icrl_gym.experiments.synthetic import synthetic_cell
 from icrl_gym.kernels import RBFKernel
+from icrl_gym.metaworld import PAPER_DOMAINS
 from icrl_gym.td_loss import td_loss_by_depth
 
 
@@ -301,3 +302,44 @@ def test_the_readme_s_command_is_one_that_is_tested():
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     commands = re.findall(r"^icrl-gym reproduce (\S+) --quick$", readme, re.MULTILINE)
     assert commands and set(commands) <= set(EXPERIMENTS)
+
+
+def test_pairs_without_any_reward_are_left_out_and_said(tmp_path, monkeypatch):
+    none = "shelf-place-v3"  # as if no context of its goals had a reward
+
+    def result(train):
+        held_out = {d: float("nan") if d == none else 2.0 if d == train else 0.5 for d in PAPER_DOMAINS}
+        cell = {"in_context": [1.0, 0.1], "below_one": 1.0, "top": 1.0}
+        return {
+            "tests": {
+                f"{d} {n}": {**cell, "held_out": [1.0, loss]} for d, loss in held_out.items() for n in NOISE_LEVELS
+            }
+        }
+
+    cells = {(d, n, 0): result(d) for d in PAPER_DOMAINS for n in ("length", "row_sum")}
+    monkeypatch.setattr(transfer, "_collect", lambda *_: None)
+    monkeypatch.setattr(transfer, "_transfer_cells", lambda *_: cells)
+    report = transfer.cross_domain(ReproduceConfig("cross-domain", seeds=1, out=str(tmp_path)))
+    # Of the 16 pairs among the four, 4 are onto it, and of the other 12 the diagonal has 3.
+    assert "with length, 9 of the 12 pairs among the four" in report.finding and "4 of 4 onto Button" in report.finding
+    assert (
+        report.finding.endswith("Left out: 4 of 20 pairs, whose contexts have no reward at all.") and not report.agrees
+    )
+    assert all(np.isnan(row["shelf-place"]) for row in report.summary)
+    report.write(tmp_path / "cross-domain", {})  # the figure draws
+
+
+def test_a_quick_run_beyond_the_paper_has_data_of_its_own(tmp_path):
+    roots = {name: ReproduceConfig(name, quick=True, out=str(tmp_path)).root for name in ("noise", *BEYOND)}
+    assert roots["noise"] == str(tmp_path / "datasets")
+    assert roots["all-domains"] == roots["any-context"] != roots["noise"]
+
+
+@pytest.mark.parametrize("name", ["synthetic", "offset"])
+def test_every_line_of_a_figure_is_in_a_legend_and_every_axis_has_ticks(name, tmp_path):
+    report = EXPERIMENTS[name](ReproduceConfig(name, quick=True, jobs=1, out=str(tmp_path)))
+    figure = report.figures["errors" if name == "synthetic" else "offset"]
+    for axes in figure.axes:
+        assert len(axes.get_legend().get_texts()) == len(axes.lines) + (name == "offset") * len(axes.collections)
+        low, high = axes.get_xlim()
+        assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 2

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_weights_are_written_with_a_card_and_come_back(tmp_path, capsys):
     small = {**SMALL, "iterations": 2, "episodes": 2, "steps": 60}
     config = PretrainConfig("drawer-close-v3", root=str(tmp_path / "data"), out=str(tmp_path / "weights"), **small)
     folder = pretrain(config)
-    assert "held-out TD loss, normalized" in capsys.readouterr().out
+    assert "held-out TD loss, mean delta^2 / mean r^2" in capsys.readouterr().out
     card = json.loads((folder / "card.json").read_text())
     assert card["config"]["domain"] == "drawer-close-v3" and card["held_out_td_loss"] > 0
     loaded = InContextTransformer.from_pretrained(folder)
@@ -138,3 +139,85 @@ def test_matrices_are_written_with_a_card_that_says_how_close_they_come(tmp_path
     before = td_loss_by_depth(learned.construction, batch, queries)[1][:, -1].nanmean()
     assert card["held_out_td_loss_of_the_construction"] == pytest.approx(float(before))
     assert card["held_out_td_loss"] != card["held_out_td_loss_of_the_construction"]
+
+
+QUICK = ["--iterations", "2", "--n-layers", "2", "--n-context", "20", "--n-queries", "20", "--batch-size", "2"]
+DATA = ["--domain", "drawer-close", "--episodes", "2", "--steps", "60"]
+
+
+def test_the_command_says_what_it_does_and_keeps_weights_that_are_there(tmp_path, capsys):
+    out = tmp_path / "weights"
+    command = ["pretrain", *DATA, *QUICK, "--root", str(tmp_path / "data"), "--out", str(out)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "pretrain: 2 of 2 iterations, TD loss of the batch" in said
+    card = json.loads((out / "card.json").read_text())
+    assert f"{card['held_out_td_loss']:.4g} with the trained steps" in said and "the value zero has 1" in said
+    assert f"written: weights.safetensors, config.json and card.json in {out}" in said
+    assert f"load them: InContextTransformer.from_pretrained({str(out)!r})" in said
+    # The full name of a domain, in whatever way it was given, and no word of --force.
+    assert card["config"]["domain"] == "drawer-close-v3" and "force" not in card["config"]
+
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    other = [*command, "--seed", "1"]
+    assert main(other) == 2
+    assert "holds config.json, weights.safetensors, card.json already. Give --force" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in out.iterdir()} == before
+    assert main([*other, "--force"]) == 0
+    replaced = json.loads((out / "card.json").read_text())
+    assert replaced["config"]["seed"] == 1 and "--force" not in replaced["trained_by"]
+
+    # Data that are there with other settings: a remedy that this command has, or one that is another command.
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "else"), "--episodes", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "is there with episodes 2 instead of 4. Ask for what is there, give another --root, or record it" in said
+    again = said.split("record it again: ")[1].split()
+    assert again[:2] == ["icrl-gym", "collect"] and again[-1] == "--force" and main(again[1:]) == 0
+    assert main([*command, "--out", str(tmp_path / "else"), "--episodes", "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--iterations", "0"], "--iterations must be at least 1, got 0"),
+        (["--episodes", "1"], r"--episodes must be at least 2 \(the first half of the goals trains"),
+        (["--n-layers", "0"], "--n-layers must be at least 1"),
+        (["--temperature", "-1"], "--temperature must be positive and finite, got -1.0"),
+        (["--gamma", "1.5"], r"--gamma must be in \[0, 1\], got 1.5"),
+        (["--n-context", "100"], "--n-context 100 and --n-queries 20 are transitions of one episode, and --steps 60"),
+        (["--domain", "draw-close"], "did you mean 'drawer-close-v3'"),
+        (["--evaluate", "reech"], "did you mean 'reach-v3'"),
+        (["--train", "matrices", "--evaluate", "reach"], "--evaluate is for --train steps"),
+    ],
+)
+def test_settings_that_cannot_work_are_said_before_anything_is_recorded(options, message, tmp_path, capsys):
+    command = [
+        "pretrain",
+        *DATA,
+        *QUICK,
+        "--root",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "weights"),
+        *options,
+    ]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and "within_episode" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_matrices_need_as_many_queries_as_a_state_has_entries(tmp_path, capsys):
+    command = ["pretrain", *DATA, *QUICK, "--n-context", "30", "--train", "matrices", "--root", str(tmp_path / "data")]
+    assert main([*command, "--out", str(tmp_path / "weights")]) == 2
+    error = capsys.readouterr().err
+    assert "takes 39 queries" in error and "give at least --steps 69, or a smaller --n-context" in error
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_gradient_that_overflows_before_the_values_do_makes_steps_smaller():
+    # 200 linear layers without a normalizer: values of 1e150 whose squares are no number any more.
+    config = PretrainConfig(**{**SMALL, "n_layers": 200, "iterations": 15}, kernel="linear", step_normalization="none")
+    transformer, losses = train_step_sizes(walk(), config)
+    assert math.inf in losses and transformer.step_sizes.isfinite().all() and float(transformer.step_sizes.max()) < 1

@@ -4,7 +4,10 @@ import json
 import math
 import pickle
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from icrl_gym.kernels import (
     ReLUKernel,
     SoftmaxKernel,
 )
+from icrl_gym.learned import LearnedTransformer
 from icrl_gym.metaworld import PAPER_DOMAINS
 from icrl_gym.pretraining import PretrainConfig, scaled, training_settings
 from icrl_gym.weights import shipped, shipped_card
@@ -255,6 +259,10 @@ def test_a_shipped_transformer_is_the_paper_s_construction_and_has_a_card(name):
     raised = card["held_out_td_loss"] > card["held_out_td_loss_of_the_construction"]
     assert ("training raised the loss" in card["not_good_for"]) == raised
     assert f"the largest step is {max(card['step_sizes']):.2g}" in card["not_good_for"]
+    assert "states far apart against the temperature; `condition` raises an error" in card["not_good_for"]
+    apart = 10 * math.sqrt(card["temperature"])
+    with pytest.raises(FloatingPointError, match=r"layers diverge .*layer"):
+        transformer.condition(Context([[0.0], [apart]], [1.0, 0.0], [[apart], [2 * apart]], [False, False]))
 
 
 def test_the_command_of_a_card_is_understood_and_says_its_settings():
@@ -278,6 +286,30 @@ def test_shipped_weights_evaluate_fresh_recordings_better_than_the_value_zero(tm
             value = InContextTransformer.from_pretrained(name).condition(batch)
             errors = queries.rewards + 0.9 * value(queries.next_states) - value(queries.states)
             assert float(errors.square().mean() / queries.rewards.square().mean()) < 0.2, (task, name)
+
+
+def test_the_page_s_blocks_run_and_print_what_it_says(tmp_path):
+    page = (Path(__file__).resolve().parent.parent / "docs" / "weights.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        for line in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
+            assert done.stdout.splitlines()[-1] == line
+    assert "TD loss" in done.stdout
+
+
+def test_each_class_that_the_page_names_loads_its_kind(tmp_path):
+    TRANSFORMERS["trained"].save_pretrained(tmp_path / "mine")
+    LearnedTransformer(TRANSFORMERS["trained"], 2).save_pretrained(tmp_path / "mine-matrices")
+    TRANSFORMERS["adaptive"].save_pretrained(tmp_path / "adaptive")
+    page = (Path(__file__).resolve().parent.parent / "docs" / "weights.md").read_text()
+    calls = re.findall(r"`(\w+)\.from_pretrained\(\"([\w-]+)\"\)`", page)
+    classes = {c.__name__: c for c in (InContextTransformer, LearnedTransformer, AdaptiveTransformer)}
+    assert len(calls) == 3 and {name for name, _ in calls} == set(classes)
+    for name, folder in calls:
+        assert type(classes[name].from_pretrained(tmp_path / folder)) is classes[name]
 
 
 def test_a_kernel_of_one_s_own_works_and_says_that_it_cannot_be_saved(tmp_path):

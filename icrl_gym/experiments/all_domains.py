@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from icrl_gym._typing import Float
 from icrl_gym.adaptive import AdaptiveTransformer
 from icrl_gym.adaptive_pretraining import HeadsConfig, td_errors, train_heads
 from icrl_gym.context import Context
@@ -31,6 +32,7 @@ EPISODES, STEPS = 14, 500
 """Goals of a data set, of which the first half trains, and steps of each."""
 MOVING = 200
 """Contexts of up to 150 transitions and queries are of so many first steps of an episode: later the experts mostly stand still."""
+QUERIES = 50
 REWARD_SCALE = 0.1
 CONSTRUCTIONS = ("paper", "row_sum", "adaptive", "adaptive fixed point", "TD fixed point", "MLP", "returns")
 GAMMAS = (0.9, 0.99)
@@ -97,7 +99,7 @@ def weights_cell(
     kept = position < MOVING
     data = Transitions(*(getattr(data, name)[kept] for name in Transitions.__dataclass_fields__))
     if construction == "adaptive":
-        heads = HeadsConfig(gamma=gamma, seed=seed, iterations=iterations, learning_rate=0.02)
+        heads = HeadsConfig(gamma=gamma, seed=seed, iterations=iterations)
         trained, losses = train_heads(data, heads)
         return {
             "bandwidths": trained.log_bandwidths.exp().tolist(),
@@ -127,28 +129,38 @@ def build(construction: str, weights: dict[str, Any], gamma: float) -> InContext
     return AdaptiveTransformer(bandwidths, weights["ridges"], n_layers=depth, gamma=gamma)
 
 
+def network_cell(
+    task: str, level: str, gamma: float, n: int, count: int, steps: int, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Networks fitted to the contexts of one task.
+
+    Returns:
+        Of each context, the normalized held-out TD ``losses`` after each of ``steps`` (NaN without any reward), and the
+        ``correlation`` of V with the true returns of the queries at the end.
+    """
+    batch, queries, _, asked_returns = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 0, gamma)
+    fitted = fit_networks(batch, queries, gamma, steps)
+    return {
+        "steps": fitted.steps,
+        "losses": (fitted.losses / _scale(queries).unsqueeze(-1)).tolist(),
+        "correlation": _correlation(fitted.values, asked_returns).tolist(),
+    }
+
+
 @torch.no_grad()
 def compare_cell(
-    task: str,
-    level: str,
-    gamma: float,
-    weights: dict[str, dict[str, Any]],
-    n: int,
-    count: int,
-    mlp_steps: int,
-    sizes: dict[str, Any],
+    task: str, level: str, gamma: float, weights: dict[str, dict[str, Any]], n: int, count: int, sizes: dict[str, Any]
 ) -> dict[str, Any]:
     """Every construction on the same contexts of one task.
 
     Returns:
         For each construction and ``constant`` (the best constant value for the queries themselves) the normalized held-out TD
         ``loss`` of each context (infinite where layers overflow, NaN without any reward), the ``correlation`` of V with the true
-        returns of the queries, and ``seconds`` of conditioning and evaluation a context; of the MLP also its best loss on the way and
-        the seconds until it had the adaptive transformer's loss.
+        returns of the queries, and ``seconds`` of conditioning and evaluation a context; and the seconds a context that one step
+        of the MLP takes, measured beside them.
     """
-    batch, queries, returns, asked_returns = draw(_transitions(task, level, False, sizes), n, 50, count, 0, gamma)
-    scale = queries.rewards.square().mean(-1)
-    scale = torch.where(scale > 0, scale, math.nan)
+    batch, queries, returns, asked_returns = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 0, gamma)
+    scale = _scale(queries)
     result: dict[str, Any] = {}
 
     def keep(name: str, errors: Tensor, values: Tensor | None, seconds: float) -> None:
@@ -160,23 +172,9 @@ def compare_cell(
 
     keep("constant", queries.rewards - queries.rewards.mean(-1, keepdim=True), None, 0.0)
     for name in CONSTRUCTIONS:
-        start = time.perf_counter()
         if name == "MLP":
-            with torch.enable_grad():
-                fitted = fit_networks(batch, queries, gamma, mlp_steps)
-            losses = fitted.losses / scale.unsqueeze(-1)
-            result[name] = {
-                "loss": losses[:, -1].tolist(),
-                "best": losses.amin(-1).tolist(),
-                "correlation": _correlation(fitted.values, asked_returns).tolist(),
-                "seconds": fitted.seconds[-1] / count,
-            }
-            # A loss of the batch, as the batch takes the time.
-            reached = (losses.nanmedian(0).values <= torch.tensor(result["adaptive"]["loss"]).nanmedian()).nonzero()
-            result[name]["seconds to the adaptive loss"] = (
-                fitted.seconds[int(reached[0])] / count if len(reached) else math.inf
-            )
             continue
+        start = time.perf_counter()
         transformer: InContextTransformer | AdaptiveTransformer
         given, asked = batch, queries
         if name == "TD fixed point":
@@ -194,7 +192,32 @@ def compare_cell(
             transformer = build(name, weights[name.removesuffix(" fixed point")], gamma)
         errors, values = _evaluate(transformer, given, asked, gamma)
         keep(name, errors, values, time.perf_counter() - start)
+        if name == "adaptive":
+            with torch.enable_grad():
+                fitted = fit_networks(batch, queries, gamma, steps=20, every=20)
+            result["seconds a step of the MLP"] = fitted.seconds[-1] / (20 * count)
     return result
+
+
+def _scale(queries: Context) -> Float[Tensor, "*b"]:
+    """The mean squared reward, the TD loss of the value zero; NaN without any reward."""
+    scale = queries.rewards.square().mean(-1)
+    return torch.where(scale > 0, scale, math.nan)
+
+
+def _joined(compared: dict[str, Any], networks: dict[str, Any]) -> dict[str, Any]:
+    """The result of :func:`compare_cell` with its MLP, and the time until that had the adaptive transformer's loss."""
+    losses = torch.tensor(networks["losses"], dtype=torch.float64)
+    # A loss of the batch, as the batch takes the time.
+    reached = (losses.nanmedian(0).values <= torch.tensor(compared["adaptive"]["loss"]).nanmedian()).nonzero()
+    steps = networks["steps"][int(reached[0])] if len(reached) else math.inf
+    mlp = {
+        "loss": losses[:, -1].tolist(),
+        "best": losses.amin(-1).tolist(),
+        "correlation": networks["correlation"],
+        "seconds to the adaptive loss": steps * compared["seconds a step of the MLP"],
+    }
+    return {**compared, "MLP": mlp}
 
 
 def _moved(part: Context, mean: Tensor, spread: Tensor) -> Context:
@@ -208,8 +231,10 @@ def _evaluate(
     """TD errors and values of the queries; infinite errors for a context on which the layers overflow."""
     try:
         # A loss of diverging layers is a result here.
-        unchecked = {"most_growth": math.inf} if isinstance(transformer, InContextTransformer) else {}
-        value = transformer.condition(batch, **unchecked)
+        if isinstance(transformer, InContextTransformer):
+            value = transformer.condition(batch, most_growth=math.inf)
+        else:
+            value = transformer.condition(batch)
         return td_errors(value, gamma, queries), value(queries.states)
     except FloatingPointError:
         if len(batch.rewards) == 1:
@@ -237,10 +262,9 @@ def any_context_cell(
     transformer = build("adaptive", weights, gamma)
     rows = {}
     for task in tasks:
-        batch, queries, _, _ = draw(_transitions(task, level, False, sizes), n, 50, count, 1, gamma)
+        batch, queries, _, _ = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 1, gamma)
         errors, values = _evaluate(transformer, batch, queries, gamma)
-        scale = queries.rewards.square().mean(-1)
-        scale = torch.where(scale > 0, scale, math.nan)
+        scale = _scale(queries)
         constant = queries.rewards - queries.rewards.mean(-1, keepdim=True)
         rows[task] = {
             "loss": float((errors.square().mean(-1) / scale).nanmedian()),
@@ -273,7 +297,7 @@ def all_domains(config: ReproduceConfig) -> Report:
     sizes = _data(config, tasks, levels)
     kinds = ("paper", "row_sum", "adaptive")
     keys = [(kind, gamma) for kind in kinds for gamma in GAMMAS]
-    iterations = {"paper": config.size(200, 5), "row_sum": config.size(200, 5), "adaptive": config.size(60, 2)}
+    iterations = {"paper": config.size(200, 5), "row_sum": config.size(200, 5), "adaptive": config.size(20, 2)}
     training = [
         {
             "construction": kind, "domain": PAPER_DOMAINS[0], "gamma": gamma, "seed": 0, "iterations": iterations[kind],
@@ -286,13 +310,18 @@ def all_domains(config: ReproduceConfig) -> Report:
     where = [(task, level, gamma) for gamma in GAMMAS for task in tasks for level in levels]
     cells = [
         {
-            "task": task, "level": level, "gamma": gamma, "n": 100, "count": config.size(8, 2),
-            "mlp_steps": config.size(1000, 100), "sizes": sizes,
+            "task": task, "level": level, "gamma": gamma, "n": 100, "count": config.size(8, 2), "sizes": sizes,
             "weights": {kind: _numbers(weights[kind, gamma]) for kind in kinds},
         }
         for task, level, gamma in where
     ]  # fmt: skip
-    results = dict(zip(where, run_grid(compare_cell, cells, config.cache, config.workers, "all-domains"), strict=True))
+    compared = run_grid(compare_cell, cells, config.cache, config.workers, "all-domains")
+    # Apart, as they take most of the time and know nothing of the transformers.
+    fits = [{**cell, "steps": config.size(1000, 100)} for cell in cells]
+    for cell in fits:
+        del cell["weights"]
+    networks = run_grid(network_cell, fits, config.cache, config.workers, "networks")
+    results = {at: _joined(*both) for at, both in zip(where, zip(compared, networks, strict=True), strict=True)}
     rows = []
     names = ("constant", *CONSTRUCTIONS)
     for (task, level, gamma), result in results.items():
@@ -408,14 +437,14 @@ def any_context(config: ReproduceConfig) -> Report:
     trained = [(d, s, g) for g in GAMMAS for d in _training_domains(config) for s in range(config.seeds)]
     training = [
         {
-            "construction": "adaptive", "domain": domain, "gamma": gamma, "seed": seed, "iterations": config.size(60, 2),
+            "construction": "adaptive", "domain": domain, "gamma": gamma, "seed": seed, "iterations": config.size(20, 2),
             "sizes": sizes,
         }
         for domain, seed, gamma in trained
     ]  # fmt: skip
     found = run_grid(weights_cell, training, config.cache, config.workers, "weights")
     weights = dict(zip(trained, found, strict=True))
-    lengths = {32: 4, 128: 4, 512: 1, **({2048: 1} if config.long_contexts else {})} if not config.quick else {32: 2}
+    lengths = {32: 2, 128: 2, 512: 1, **({2048: 1} if config.long_contexts else {})} if not config.quick else {32: 2}
     where = []
     for n in lengths:
         for domain, seed, gamma in trained:

@@ -35,7 +35,7 @@ class ReproduceConfig:
     name: Annotated[ExperimentName, tyro.conf.Positional]
     """Which experiment."""
     quick: bool = False
-    """A minute or two, to see that it runs; its numbers say little."""
+    """To see that it runs, with numbers that say little: on two cores half a minute to three an experiment, four or five for `all`."""
     semi_gradient: bool = False
     """Pretrain as TD does, with constant bootstrap targets, instead of by the gradient of the loss (on Meta-World's data)."""
     long_contexts: bool = False
@@ -60,7 +60,9 @@ class ReproduceConfig:
         """Make a quick run quick."""
         if self.quick:
             self.seeds = min(self.seeds, 2)
-            self.root = self.root or str(Path(self.out) / "datasets")
+            # Those beyond the paper take longer episodes, and a data set is of one length.
+            beyond = self.name in ("all-domains", "any-context")
+            self.root = self.root or str(Path(self.out) / ("datasets-beyond" if beyond else "datasets"))
 
     def size(self, full: int, quick: int) -> int:
         """One of two sizes."""

@@ -100,7 +100,7 @@ def offset(config: ReproduceConfig) -> Report:
         for kernel in kernels:
             mine = [results[key] for key in keys if key[0] == kernel]
             axes.scatter([r["predicted"] for r in mine], [r["measured"] for r in mine], s=12, label=kernel)
-        axes.axline((0, 0), slope=1, color="gray", linewidth=1)
+        axes.axline((0, 0), slope=1, color="gray", linewidth=1, label="measured = predicted")
         axes.set(xlabel="predicted offset", ylabel="measured offset")
         axes.legend()
     spread = max(row["largest deviation from it"] for row in rows)

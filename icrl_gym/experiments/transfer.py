@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from icrl_gym.datasets import NOISE_LEVELS, CollectConfig, collect, contexts
+from icrl_gym.datasets import NOISE_LEVELS, CollectConfig, contexts
 from icrl_gym.experiments.config import ReproduceConfig
 from icrl_gym.experiments.grid import run_grid
 from icrl_gym.experiments.report import Report, interval, mean_curve
 from icrl_gym.metaworld import PAPER_DOMAINS
 from icrl_gym.plots import new_figure
-from icrl_gym.pretraining import PretrainConfig, split, train_step_sizes, training_settings
+from icrl_gym.pretraining import PretrainConfig, recorded, split, train_step_sizes, training_settings
 from icrl_gym.td_loss import td_loss_by_depth
 from icrl_gym.transformer import InContextTransformer
 
@@ -84,7 +84,7 @@ def _collect(config: ReproduceConfig, domains: Sequence[str], levels: Sequence[s
     """Record the data once, before cells of a grid would all at once."""
     settings = _settings(config)
     sizes = {name: settings[name] for name in ("episodes", "steps", "root")}
-    collect(CollectConfig(tuple(domains), tuple(levels), **sizes, jobs=config.jobs))  # type: ignore[arg-type]
+    recorded(CollectConfig(tuple(domains), tuple(levels), **sizes, jobs=config.jobs))  # type: ignore[arg-type]
 
 
 def _transfer_cells(config: ReproduceConfig, domains: Sequence[str]) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -141,7 +141,7 @@ def noise(config: ReproduceConfig) -> Report:
         "trained on the high-noise tasks of a domain, the TD loss converges at all three noise levels.",
         f"with the paper's normalization (length) the held-out loss ends below that of the value zero in {good} of "
         f"{len(literal)} cells; with row_sum in {sum(row['held-out'] < 1 for row in ours)} of {len(ours)}.",
-        good == len(literal),
+        bool(literal) and good == len(literal),
         rows,
         {"noise": figure},
         scalars,
@@ -155,7 +155,7 @@ def cross_domain(config: ReproduceConfig) -> Report:
     rows = []
     matrix: dict[str, np.ndarray] = {}
     for normalization in NORMALIZATIONS:
-        worst = np.zeros((5, 5))
+        worst = np.full((5, 5), np.nan)  # NaN stays where no noise level has a context with any reward
         for i, train in enumerate(PAPER_DOMAINS):
             for j, test in enumerate(PAPER_DOMAINS):
                 for level in NOISE_LEVELS:
@@ -170,7 +170,7 @@ def cross_domain(config: ReproduceConfig) -> Report:
                             "step x top eigenvalue": float(np.max([cell["top"] for cell in cells])),
                         }
                     )  # fmt: skip
-                    worst[i, j] = max(worst[i, j], mean)
+                    worst[i, j] = np.fmax(worst[i, j], mean)
         matrix[normalization] = worst
     figure = new_figure(11, 5)
     if figure is not None:
@@ -188,18 +188,26 @@ def cross_domain(config: ReproduceConfig) -> Report:
             axes.set_xticklabels(short, rotation=30, ha="right")
             for i in range(5):
                 for j in range(5):
-                    axes.text(j, i, f"{worst[i, j]:.2g}", ha="center", va="center", fontsize=8)
+                    shown = "no reward" if math.isnan(worst[i, j]) else f"{worst[i, j]:.2g}"
+                    axes.text(j, i, shown, ha="center", va="center", fontsize=8)
         figure.colorbar(picture, ax=figure.axes, label="log10 of the held-out TD loss, worst noise level")
     four, last = slice(0, 4), 4
     literal, ours = matrix["length"], matrix["row_sum"]
-    transfers = bool((literal[four, four] < 1).all())
-    button_fails = bool((literal[four, last] >= 1).any())
+    among, onto = literal[four, four], literal[four, last]
+    known = (
+        ~np.isnan(among),
+        ~np.isnan(onto),
+    )  # what has a reward is a matter of the data, the same for both normalizations
+    transfers = bool(known[0].any() and (among[known[0]] < 1).all())
+    button_fails = bool((onto >= 1).any())
+    left_out = 20 - int(known[0].sum()) - int(known[1].sum())
     return Report(
         "cross-domain",
         "weights transfer among Pick-Place, Pick-Place-Wall, Shelf-Place and Plate-Slide and fail on Button-Press.",
-        f"worst noise level, mean over seeds: with length, {int((literal[four, four] < 1).sum())} of the 16 pairs among the four end "
-        f"below the loss of the value zero and {int((literal[four, last] < 1).sum())} of 4 onto Button-Press; with row_sum "
-        f"{int((ours[four, four] < 1).sum())} of 16 and {int((ours[four, last] < 1).sum())} of 4.",
+        f"worst noise level, mean over seeds: with length, {int((among < 1).sum())} of the {known[0].sum()} pairs among the four end "
+        f"below the loss of the value zero and {int((onto < 1).sum())} of {known[1].sum()} onto Button-Press; with row_sum "
+        f"{int((ours[four, four] < 1).sum())} of {known[0].sum()} and {int((ours[four, last] < 1).sum())} of {known[1].sum()}."
+        + (f" Left out: {left_out} of 20 pairs, whose contexts have no reward at all." if left_out else ""),
         transfers and button_fails,
         rows,
         {"cross_domain": figure},
@@ -323,16 +331,24 @@ def linear(config: ReproduceConfig) -> Report:
     if axes is not None:
         axes[0].set_ylabel("held-out TD loss")
         axes[0].legend()
-    finite = {kernel: [ends[d, kernel, "trained"] for d in domains] for kernel in starts}
-    best = {kernel: float(np.mean(values)) for kernel, values in finite.items()}
-    fails = sum(value >= 1 or not math.isfinite(value) for value in finite["linear"])
+    # Without any reward there is no loss, whatever the kernel.
+    counted = [d for d in domains if not math.isnan(ends[d, "linear", "trained"])]
+    found = {kernel: [ends[d, kernel, "trained"] for d in counted] for kernel in starts}
+    best = {kernel: float(np.mean(values)) if values else math.nan for kernel, values in found.items()}
+    fails = sum(value >= 1 for value in found["linear"])
+    left_out = len(domains) - len(counted)
     return Report(
         "linear",
         "the linear transformer fails to converge where non-linear attention does.",
-        f"trained, mean held-out loss over {len(domains)} domains: "
+        f"trained, mean held-out loss over {len(counted)} domain{'s' * (len(counted) != 1)}: "
         f"{', '.join(f'{kernel} {value:.3g}' for kernel, value in best.items())}; the linear one ends at or above "
-        f"the loss of the value zero on {fails} of them.",
-        fails == len(domains),
+        f"the loss of the value zero on {fails} of them."
+        + (
+            f" Left out: {left_out} of {len(domains)} domains, whose contexts have no reward at all."
+            if left_out
+            else ""
+        ),
+        bool(counted) and fails == len(counted),
         rows,
         {"linear": figure},
     )
