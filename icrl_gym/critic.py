@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,7 +205,8 @@ class InContextCritic(nn.Module):
 
         Raises:
             ValueError: States with another number of features, or a batch of contexts.
-            FloatingPointError: The layers diverge on this context.
+            FloatingPointError: The layers diverge on this context. The fixed point of a bounded kernel (RBF, Laplacian, Matern)
+                does not: where it does not exist, a larger ridge is taken, with a warning.
         """
         if context.batch_shape or context.n_features != self.n_features:
             raise ValueError(
@@ -222,8 +226,35 @@ class InContextCritic(nn.Module):
             context.truncated,
             context.mask,
         )
-        value = self.transformer.condition(context)
-        return Evaluation(context, value, mean, scale)
+        return Evaluation(context, self._conditioned(context), mean, scale)
+
+    def _conditioned(self, context: Context) -> ValueFunction:
+        """The value function of a context; a fixed point that does not exist is looked for with larger ridges.
+
+        Of kernels with k(s, s) = 1 it exists on every context at rho = 1 for TD, and at rho = (1 + gamma) / (1 - gamma lambda) with
+        traces (``docs/convergence.md``), so a training never ends here.
+        """
+        transformer = self.transformer
+        try:
+            return transformer.condition(context)
+        except FloatingPointError:
+            if not isinstance(transformer, InContextTransformer) or not transformer.infinite:
+                raise
+        stronger = copy.copy(transformer)  # the weights are shared; only the ridge is another
+        for exponent in range(-3, 5):
+            stronger.ridge = 10.0**exponent
+            if stronger.ridge <= transformer.ridge:
+                continue
+            with contextlib.suppress(FloatingPointError):
+                value = stronger.condition(context)
+                warnings.warn(
+                    f"the critic's fixed point does not exist on this context with ridge={transformer.ridge:g}; "
+                    f"{stronger.ridge:g} was taken this time.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return value
+        return transformer.condition(context)  # the error that says what to do
 
     @torch.no_grad()
     def adopt(self, evaluation: Evaluation) -> None:

@@ -1,6 +1,7 @@
 """The adaptive transformer against heads built one at a time, and a search for contexts that make it or its layers diverge."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -379,6 +380,41 @@ def test_no_context_makes_plain_layers_of_the_residual_gradient_diverge(case, st
     # With gamma 1 and next states that are the states but for rounding, so is the matrix, and it need not be positive.
     if float(problem.matrix.diagonal().max()) > 1e-6 or float(problem.matrix.abs().max()) == 0.0:
         assert bool((norms.diff() <= 1e-9 * norms[0]).all())
+
+
+@given(
+    hostile(most=150),
+    st.sampled_from(["td", "td_lambda", "average_reward", "monte_carlo", "residual_gradient"]),
+    st.sampled_from([None, 4]),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_context_stops_a_critic_of_infinite_depth(case, algorithm, landmarks, standardize):
+    context, gamma = case
+    context = of_other_rewards(context, context.rewards.clamp(-1e100, 1e100))
+    critic = InContextCritic(
+        context.n_features, gamma=gamma, algorithm=algorithm, n_landmarks=landmarks, standardize=standardize
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        critic.condition(context)
+    assert torch.isfinite(critic(torch.cat([context.states, context.next_states]))).all()
+
+
+def test_a_fixed_point_that_does_not_exist_is_looked_for_with_a_larger_ridge():
+    # Two states whose successors are the other's, and gamma 1: (K - K') is singular, and near to that with a ridge.
+    context = Context([[0.0], [1.0]], [1.0, 1.0], [[1.0], [0.0]], [False, False])
+    critic = InContextCritic(
+        1, gamma=1.0, ridge=0.0, value_shift=False, standardize=False, n_landmarks=None, kernel="rbf", temperature=1.0
+    )
+    with pytest.warns(RuntimeWarning, match="does not exist on this context with ridge=0; 0.001 was taken"):
+        critic.condition(context)
+    expected = InContextTransformer(RBFKernel(1.0), gamma=1.0, n_layers=math.inf, ridge=1e-3).condition(context)
+    torch.testing.assert_close(critic(context.states).squeeze(-1), expected(context.states) + expected.offset)
+    # Layers that diverge are the user's to mend.
+    layers = InContextCritic(1, gamma=0.9, n_layers=40, step_sizes=50.0, n_landmarks=None, value_shift=False)
+    with pytest.raises(FloatingPointError, match="diverge"):
+        layers.condition(context)
 
 
 @given(hostile(most=100), st.integers(0, 30))
