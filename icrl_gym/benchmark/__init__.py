@@ -115,9 +115,12 @@ def _file_name(label: str) -> str:
 def _require_same(run: TrainConfig, folder: RunFolder) -> None:
     # A run made before a setting existed had its default.
     stored, wanted = {**dataclasses.asdict(TrainConfig()), **folder.config}, dataclasses.asdict(run)
+    free = {"resume", "run_dir", "checkpoint_freq", "verbose"}
+    if not CRITICS[run.critic].in_context:
+        free |= {"context_rollouts", "critic_options"}  # it has none
     for name, value in wanted.items():
         value = list(value) if isinstance(value, tuple) else value
-        if name not in ("resume", "run_dir", "checkpoint_freq", "verbose") and stored[name] != value:
+        if name not in free and stored[name] != value:
             raise ValueError(
                 f"{folder.path} holds a run with --{name.replace('_', '-')} {stored[name]!r}, not {value!r}. "
                 f"Take another --out, or delete that run."
