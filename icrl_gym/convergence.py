@@ -159,7 +159,7 @@ def certificate(transformer: InContextTransformer | AdaptiveTransformer) -> floa
         max over 0 <= x <= 1 of |prod_l (1 - step_l x)|
 
     as the row sum bounds the top eigenvalue of their positive semi-definite matrix: x is an eigenvalue divided by it. Conjugate layers
-    never increase the error in the norm of their system: 1. So it is for :class:`~icrl_gym.adaptive.AdaptiveTransformer`.
+    never increase the squared errors: 1. So it is for :class:`~icrl_gym.adaptive.AdaptiveTransformer`.
 
     Returns:
         A number of at least 1; infinite where the weights alone certify nothing (other algorithms and normalizations).
