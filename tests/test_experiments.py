@@ -150,6 +150,8 @@ def test_intervals():
 def test_a_verdict_says_whether_it_agrees():
     report = Report("x", "water is wet.", "it is dry.", False, [{"a": 1.0, "b": "c"}, {"a": float("nan"), "b": "d"}])
     assert report.verdict == "The paper: water is wet. Measured: it is dry. They differ."
+    beyond = Report("x", "Nobody asked.", "it is dry.", None, report.rows)
+    assert beyond.verdict == "Nobody asked. Measured: it is dry."
     assert report.markdown() == "| a | b |\n| --- | --- |\n| 1 | c |\n|  | d |\n"
 
 

@@ -29,7 +29,7 @@ class Report:
         name: Of the experiment.
         claim: What the paper says.
         finding: What was measured, in words.
-        agrees: Whether the finding is the claim.
+        agrees: Whether the finding is the claim; None where the paper claims nothing.
         rows: The table, one dictionary a row, all with the same keys.
         figures: From a name to a matplotlib figure (None without matplotlib).
         scalars: From a TensorBoard tag to (step, value) pairs.
@@ -39,7 +39,7 @@ class Report:
     name: str
     claim: str
     finding: str
-    agrees: bool
+    agrees: bool | None
     rows: list[dict[str, Any]]
     figures: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -48,6 +48,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """The claim, the finding, and whether they agree."""
+        if self.agrees is None:
+            return f"{self.claim} Measured: {self.finding}"
         return f"The paper: {self.claim} Measured: {self.finding} {'They agree.' if self.agrees else 'They differ.'}"
 
     def markdown(self) -> str:
