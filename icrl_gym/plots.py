@@ -110,6 +110,8 @@ def task_curves(
     figure = new_figure(4.2 * columns, 3.1 * rows + 0.4)
     if figure is None:
         return False
+    from matplotlib.ticker import EngFormatter
+
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     handles: dict[str, Any] = {}
     for axes, (task, labels) in zip(grid, curves.items(), strict=False):
@@ -124,6 +126,7 @@ def task_curves(
                 axes.fill_between(points, low, high, color=f"C{color}", alpha=0.2, linewidth=0)
         axes.set_title(task, fontsize=9)
         axes.set_xlabel("environment steps")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_ylabel(ylabel)
     for axes in grid[len(curves) :]:
         axes.set_visible(False)
