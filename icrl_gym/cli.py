@@ -37,7 +37,7 @@ gradient step trains it.
   icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
   icrl-gym benchmark critic --tasks reach-v3     settings of the critic on recorded rollouts, against measured values
   icrl-gym collect --tasks reach --noise low     scripted experts with noisy actions, as Minari datasets
-  icrl-gym pretrain --domain pick-place          step sizes and temperature, or all matrices, from the TD loss on one domain
+  icrl-gym pretrain --domain pick-place          step sizes, matrices or an adaptive one's heads, by the TD loss on one domain
   icrl-gym reproduce cross-domain --quick        an experiment of the paper: table, figure, verdict
   tensorboard --logdir runs                      TD errors and everything else"""
 

@@ -235,11 +235,12 @@ def _fill(module: nn.Module, path: Path, safetensors: Any) -> None:
 
 def _check_constants(transformer: InContextTransformer | AdaptiveTransformer, path: Path) -> None:
     kernel = getattr(transformer, "kernel", None)
+    numbers = "step sizes" if kernel is not None else "bandwidths and ridges"
     gamma, constants = transformer.gamma, list(kernel.buffers()) if kernel is not None else []
     in_range = bool(0 <= gamma <= 1) and all(bool((constant > 0).all()) for constant in constants)
     if not in_range or not all(bool(torch.isfinite(number).all()) for number in transformer.buffers()):
         raise ValueError(
-            f"{path / _WEIGHTS} holds numbers out of their range: expected finite step sizes, gamma in [0, 1] and positive "
+            f"{path / _WEIGHTS} holds numbers out of their range: expected finite {numbers}, gamma in [0, 1] and positive "
             f"constants of the kernel."
         )
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from icrl_gym import Context
-from icrl_gym.adaptive_pretraining import HeadsConfig, td_errors, train_heads
+from icrl_gym.adaptive_pretraining import td_errors, train_heads
 from icrl_gym.cli import main
 from icrl_gym.datasets import Transitions
 from icrl_gym.experiments.all_domains import build, draw
 from icrl_gym.experiments.baselines import fit_networks
+from icrl_gym.pretraining import PretrainConfig
 
 
 def walks(n_episodes=3, length=60, seed=0):
@@ -67,10 +68,10 @@ def test_a_network_starts_at_the_best_constant():
 
 
 def test_training_the_heads_changes_them_and_is_reproducible():
-    config = HeadsConfig(n_context=20, n_queries=10, iterations=3, batch_size=2, n_layers=5,
-                         options={"bandwidths": (1.0, 3.0), "ridges": (1e-4, 1e-1), "metrics": ("standardized",)})  # fmt: skip
-    one, losses = train_heads(walks(), config)
-    two, _ = train_heads(walks(), config)
+    config = PretrainConfig(n_context=20, n_queries=10, iterations=3, batch_size=2, n_layers=5, train="heads")
+    start = {"bandwidths": (1.0, 3.0), "ridges": (1e-4, 1e-1), "metrics": ("standardized",)}
+    one, losses = train_heads(walks(), config, **start)
+    two, _ = train_heads(walks(), config, **start)
     assert len(losses) == 3 and all(0 < loss < 10 for loss in losses)
     assert torch.equal(one.log_bandwidths, two.log_bandwidths) and not one.log_ridges.requires_grad
     assert not torch.allclose(one.log_bandwidths.exp(), torch.tensor([[1.0, 3.0]]).double(), atol=1e-3)

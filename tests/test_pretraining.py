@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from icrl_gym import Context, InContextTransformer
+from icrl_gym.adaptive import AdaptiveTransformer
 from icrl_gym.cli import main
 from icrl_gym.datasets import Transitions, contexts
 from icrl_gym.envs import KernelMRP
 from icrl_gym.kernels import LinearKernel, RBFKernel, SoftmaxKernel
 from icrl_gym.learned import LearnedTransformer
-from icrl_gym.pretraining import PretrainConfig, pretrain, split, train_matrices, train_step_sizes
+from icrl_gym.pretraining import (
+    PretrainConfig,
+    pretrain,
+    split,
+    train_heads,
+    train_matrices,
+    train_step_sizes,
+    training_settings,
+)
 from icrl_gym.similarity import similarity
 from icrl_gym.td_loss import td_loss_by_depth
 
@@ -188,7 +197,11 @@ def test_the_command_says_what_it_does_and_keeps_weights_that_are_there(tmp_path
         (["--n-context", "100"], "--n-context 100 and --n-queries 20 are transitions of one episode, and --steps 60"),
         (["--domain", "draw-close"], "did you mean 'drawer-close-v3'"),
         (["--evaluate", "reech"], "did you mean 'reach-v3'"),
-        (["--train", "matrices", "--evaluate", "reach"], "--evaluate is for --train steps"),
+        (["--train", "matrices", "--evaluate", "reach"], "--evaluate is for --train steps and heads"),
+        (["--train", "heads", "--kernel", "laplacian"], "--kernel cannot be given with --train heads"),
+        (["--train", "heads", "--semi-gradient", "--temperature", "1"], "--temperature and --semi-gradient cannot be"),
+        (["--train", "heads", "--learning-rate", "0"], "--learning-rate must be positive and finite, got 0.0"),
+        (["--train", "heads", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_said_before_anything_is_recorded(options, message, tmp_path, capsys):
@@ -221,3 +234,65 @@ def test_a_gradient_that_overflows_before_the_values_do_makes_steps_smaller():
     config = PretrainConfig(**{**SMALL, "n_layers": 200, "iterations": 15}, kernel="linear", step_normalization="none")
     transformer, losses = train_step_sizes(walk(), config)
     assert math.inf in losses and transformer.step_sizes.isfinite().all() and float(transformer.step_sizes.max()) < 1
+
+
+def test_heads_are_written_with_a_card_that_says_what_they_are_good_for(tmp_path, capsys):
+    out = tmp_path / "weights"
+    command = ["pretrain", "--train", "heads", *DATA, *QUICK, "--root", str(tmp_path / "data"), "--out", str(out)]
+    assert main([*command, "--gamma", "0.95", "--evaluate", "drawer-close"]) == 0
+    said = capsys.readouterr().out
+    assert "pretrain: 2 of 2 iterations, TD loss of the batch" in said
+    assert f"load them: AdaptiveTransformer.from_pretrained({str(out)!r})" in said
+    card = json.loads((out / "card.json").read_text())
+    before, after = card["held_out_td_loss_of_the_construction"], card["held_out_td_loss"]
+    assert f"{before:.4g} with the constructor's heads, {after:.4g} with the trained heads" in said
+
+    config = PretrainConfig(**{**card["config"], "batch_size": 2, "root": str(tmp_path / "data")})
+    loaded = AdaptiveTransformer.from_pretrained(out)
+    again, losses = train_heads(split(config, train=True), config)
+    assert torch.equal(loaded.log_bandwidths, again.log_bandwidths) and float(loaded.gamma) == 0.95
+    assert loaded.n_layers == 2 and f"TD loss of the batch {losses[-1]:.3g}" in said
+
+    # The loss of the card, by its definition.
+    batch, queries = contexts(split(config, train=False), 20, 32, 0, 20)
+    expected = []
+    for b in range(32):
+        value, r = loaded.condition(batch[b]), queries[b].rewards.numpy()
+        following, here = value(queries[b].next_states).numpy(), value(queries[b].states).numpy()
+        expected.append(np.mean((r + 0.95 * following - here) ** 2) / np.mean(r**2))
+    assert after == pytest.approx(np.mean(expected), rel=1e-9)
+    assert card["held_out_td_loss_by_domain"]["drawer-close-v3"]["high"] == after
+    for text, part in (("discount 0.95 ", "good_for"), ("gamma is part of the weights", "not_good_for")):
+        assert text in card[part]
+    assert ("training raised the loss: the constructor's heads" in card["not_good_for"]) == (after > before)
+    assert card["data"]["goals_trained_on"] == 1 and "--train heads" in card["trained_by"]
+    assert "--learning-rate" not in card["trained_by"] and card["config"]["learning_rate"] == 0.05
+
+
+def test_training_heads_gives_the_numbers_that_it_always_gave():
+    config = PretrainConfig(train="heads", n_context=30, n_queries=20, iterations=3)
+    assert (config.contexts_a_step, config.rate) == (8, 0.05)
+    transformer, losses = train_heads(walk(), config, bandwidths=(1.0, 3.0), ridges=(1e-3, 1e-1))
+    assert losses == pytest.approx([0.03388368330820092, 0.02050705393430359, 0.021738115793564217], rel=1e-6)
+    assert transformer.log_bandwidths[0].exp().tolist() == pytest.approx(
+        [0.8613945840830746, 3.4692631984172966], rel=1e-6
+    )
+
+
+def test_heads_want_settings_of_their_own_and_learn_nothing_without_any_reward():
+    with pytest.raises(ValueError, match="expected settings with train=\"heads\", got 'steps'"):
+        train_heads(walk(), PretrainConfig())
+    silent = walk()
+    silent.rewards[:] = 0.0
+    config = PretrainConfig(train="heads", n_context=30, n_queries=20, iterations=2, batch_size=2)
+    transformer, losses = train_heads(silent, config)
+    assert np.isnan(losses).all() and torch.equal(transformer.log_ridges, AdaptiveTransformer().log_ridges)
+
+
+@pytest.mark.parametrize("kind, expected", [("steps", (16, 0.03)), ("matrices", (16, 0.03)), ("heads", (8, 0.05))])
+def test_settings_that_were_not_given_are_those_of_what_is_trained(kind, expected):
+    settings = training_settings(PretrainConfig(train=kind))
+    assert (settings["batch_size"], settings["learning_rate"]) == expected
+    assert training_settings(PretrainConfig(**settings)) == settings
+    given = training_settings(PretrainConfig(train=kind, batch_size=3, learning_rate=1.0))
+    assert (given["batch_size"], given["learning_rate"]) == (3, 1.0)

@@ -216,16 +216,17 @@ def test_a_save_over_another_transformer_replaces_it_or_leaves_nothing_that_load
 
 
 SHIPPED = tuple(PAPER_DOMAINS)
+ADAPTIVE = ("adaptive-0.9", "adaptive-0.99")
 
 
 def test_the_weights_of_the_paper_s_domains_are_shipped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert set(shipped()) == set(SHIPPED)
+    assert set(shipped()) == {*SHIPPED, *ADAPTIVE}
     short = InContextTransformer.from_pretrained("pick-place")
     assert torch.equal(short.step_sizes, InContextTransformer.from_pretrained("pick-place-v3").step_sizes)
     with pytest.raises(FileNotFoundError, match=r"or a shipped name .*plate-slide-v3"):
         InContextTransformer.from_pretrained("pick-place-v3-v3")
-    with pytest.raises(ValueError, match="no shipped transformer is named 'reach-v3'; expected one of button-press-v3"):
+    with pytest.raises(ValueError, match=r"is named 'reach-v3'; expected one of adaptive-0\.9, .*button-press-v3"):
         shipped_card("reach-v3")
     # A folder of that name in the working directory comes first.
     TRANSFORMERS["trained"].save_pretrained(tmp_path / "pick-place")
@@ -265,10 +266,61 @@ def test_a_shipped_transformer_is_the_paper_s_construction_and_has_a_card(name):
         transformer.condition(Context([[0.0], [apart]], [1.0, 0.0], [[apart], [2 * apart]], [False, False]))
 
 
-def test_the_command_of_a_card_is_understood_and_says_its_settings():
-    card = shipped_card("shelf-place-v3")
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_a_shipped_adaptive_transformer_has_a_card_too(name):
+    transformer, card = AdaptiveTransformer.from_pretrained(name), shipped_card(name)
+    gamma = float(name.removeprefix("adaptive-"))
+    assert float(transformer.gamma) == gamma == card["config"]["gamma"] and transformer.n_layers == 20
+    assert not any(buffer.requires_grad for buffer in transformer.buffers())
+    bandwidths = transformer.log_bandwidths.exp().tolist()
+    assert card["bandwidths"] == dict(zip(transformer.metrics, bandwidths, strict=True))
+    assert card["ridges"] == transformer.log_ridges.exp().tolist() and min(card["ridges"]) >= 1e-4 * (1 - 1e-9)
+    # Trained: neither the multiples nor the ridges are those of the constructor.
+    start = AdaptiveTransformer(gamma=gamma)
+    assert not torch.allclose(transformer.log_bandwidths, start.log_bandwidths, atol=0.1)
+    # Of the very data that the step sizes of pick-place are.
+    assert card["data"] == shipped_card("pick-place-v3")["data"]
+    losses = card["held_out_td_loss_by_domain"]
+    assert set(losses) == set(SHIPPED) and all(set(levels) == set(NOISE_LEVELS) for levels in losses.values())
+    assert all(0 < loss < 1 for levels in losses.values() for loss in levels.values())
+    assert losses["pick-place-v3"]["high"] == card["held_out_td_loss"]
+    raised = card["held_out_td_loss"] > card["held_out_td_loss_of_the_construction"]
+    assert ("training raised the loss" in card["not_good_for"]) == raised
+    assert f"Values at the discount {gamma} " in card["good_for"] and "none makes them diverge" in card["good_for"]
+    for caveat in ("gamma is part of the weights", "450 columns", "docs/critic.md"):
+        assert caveat in card["not_good_for"]
+    assert card["config"]["root"] is None and card["config"]["out"] == name and "kernel" not in card["config"]
+
+
+def test_a_shipped_adaptive_transformer_has_values_where_trained_steps_diverge():
+    states = np.linspace(0, 5, 21)[:, None]
+    ended = np.arange(20) == 19
+    context = Context(states[:-1], np.ones(20), states[1:], ended)
+    with pytest.raises(FloatingPointError, match="layers diverge"):
+        InContextTransformer.from_pretrained("pick-place-v3").condition(context)
+    # A walk of 20 steps with the reward 1 each: a closed form.
+    value = AdaptiveTransformer.from_pretrained("adaptive-0.9").condition(context)
+    true = (1 - 0.9 ** np.arange(20, 0, -1)) / (1 - 0.9)
+    error = value(states[:-1]).numpy() - true
+    assert np.mean(error**2) < 0.12**2 * np.mean(true**2)
+    # States in other units and rewards in other units: the same values, in those units.
+    moved = Context(7 + 1000 * states[:-1], np.full(20, 0.001), 7 + 1000 * states[1:], ended)
+    again = AdaptiveTransformer.from_pretrained("adaptive-0.9").condition(moved)
+    torch.testing.assert_close(1000 * again(7 + 1000 * states[:-1]), value(states[:-1]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_shipped_name_of_another_kind_names_the_right_class():
+    with pytest.raises(ValueError, match=r"adaptive-0\.9 holds a AdaptiveTransformer; load it with that class"):
+        InContextTransformer.from_pretrained("adaptive-0.9")
+    with pytest.raises(ValueError, match="pick-place holds a InContextTransformer"):
+        AdaptiveTransformer.from_pretrained("pick-place")
+
+
+@pytest.mark.parametrize("name", ["shelf-place-v3", *ADAPTIVE])
+def test_the_command_of_a_card_is_understood_and_says_its_settings(name):
+    card = shipped_card(name)
     config = tyro.cli(PretrainConfig, args=card["trained_by"].split()[2:])
-    assert training_settings(replace(config, out="shelf-place-v3")) == card["config"]
+    assert training_settings(replace(config, out=name)) == card["config"]
     assert config.evaluate == SHIPPED
 
 
@@ -286,18 +338,23 @@ def test_shipped_weights_evaluate_fresh_recordings_better_than_the_value_zero(tm
             value = InContextTransformer.from_pretrained(name).condition(batch)
             errors = queries.rewards + 0.9 * value(queries.next_states) - value(queries.states)
             assert float(errors.square().mean() / queries.rewards.square().mean()) < 0.2, (task, name)
+        for name in ADAPTIVE:
+            transformer = AdaptiveTransformer.from_pretrained(name)
+            value = transformer.condition(batch)
+            errors = queries.rewards + transformer.gamma * value(queries.next_states) - value(queries.states)
+            assert float(errors.square().mean() / queries.rewards.square().mean()) < 0.2, (task, name)
 
 
 def test_the_page_s_blocks_run_and_print_what_it_says(tmp_path):
     page = (Path(__file__).resolve().parent.parent / "docs" / "weights.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         for line in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
             assert done.stdout.splitlines()[-1] == line
-    assert "TD loss" in done.stdout
+        assert ("TD loss" in done.stdout) == ('print(f"TD loss' in block)
 
 
 def test_each_class_that_the_page_names_loads_its_kind(tmp_path):
