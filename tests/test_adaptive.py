@@ -383,7 +383,7 @@ def test_no_context_makes_plain_layers_of_the_residual_gradient_diverge(case, st
 
 
 @given(
-    hostile(most=150),
+    hostile(most=100),
     st.sampled_from(["td", "td_lambda", "average_reward", "monte_carlo", "residual_gradient"]),
     st.sampled_from([None, 4]),
     st.booleans(),
