@@ -281,7 +281,7 @@ def test_what_grows_on_the_way_and_is_taken_back_does_not_diverge():
     assert float(value.td_errors[1].norm()) > 9e4 and float(value.td_errors[2].norm()) < 1e-9
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", [name for name in shipped() if not name.startswith("adaptive")])
 def test_shipped_weights_say_so_where_states_are_far_apart(name):
     context = Context([[0.0], [1.0]], [0.0, 1.0], [[1.0], [2.0]], [False, True])  # the README's
     with pytest.raises(FloatingPointError, match="the layers diverge on this context"):
