@@ -237,24 +237,25 @@ class InContextCritic(nn.Module):
         transformer = self.transformer
         try:
             return transformer.condition(context)
-        except FloatingPointError:
+        except FloatingPointError as error:
             if not isinstance(transformer, InContextTransformer) or not transformer.infinite:
                 raise
+            says_what_to_do = error
         stronger = copy.copy(transformer)  # the weights are shared; only the ridge is another
-        for exponent in range(-3, 5):
-            stronger.ridge = 10.0**exponent
-            if stronger.ridge <= transformer.ridge:
+        for ridge in (10.0**exponent for exponent in range(-3, 5)):
+            if ridge <= transformer.ridge:
                 continue
+            stronger.ridge = ridge
             with contextlib.suppress(FloatingPointError):
                 value = stronger.condition(context)
                 warnings.warn(
                     f"the critic's fixed point does not exist on this context with ridge={transformer.ridge:g}; "
-                    f"{stronger.ridge:g} was taken this time.",
+                    f"{ridge:g} was taken this time.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
                 return value
-        return transformer.condition(context)  # the error that says what to do
+        raise says_what_to_do
 
     @torch.no_grad()
     def adopt(self, evaluation: Evaluation) -> None:
