@@ -7,21 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from icrl_gym.adaptive import AdaptiveTransformer
-from icrl_gym.context import Context
 from icrl_gym.datasets import Transitions, contexts
 from icrl_gym.pretrain_settings import PretrainConfig
+from icrl_gym.td_loss import td_errors
 from icrl_gym.weight_search import shown_progress
 
-__all__ = ["td_errors", "train_heads"]
-
-
-def td_errors(value: object, gamma: float | Tensor, transitions: Context) -> Tensor:
-    """TD errors (..., m) of a value function on transitions, terminated ones without a bootstrap."""
-    following = value(transitions.next_states)  # type: ignore[operator]
-    return transitions.rewards + gamma * (~transitions.terminated) * following - value(transitions.states)  # type: ignore[operator]
+__all__ = ["train_heads"]
 
 
 def train_heads(

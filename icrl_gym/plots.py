@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from icrl_gym.statistics import bootstrap_interval
 
-__all__ = ["binned", "depth_figure", "learning_curves", "new_figure", "performance_profiles", "task_curves"]
+__all__ = [
+    "binned",
+    "depth_figure",
+    "learning_curves",
+    "new_figure",
+    "performance_profiles",
+    "save_figure",
+    "task_curves",
+]
 
 INSTALL = 'pip install "icrl-gym[plots]"'
 
@@ -28,6 +36,23 @@ def new_figure(width: float, height: float) -> Any:
         warnings.warn(f"no figures without matplotlib; {INSTALL} brings it.", stacklevel=3)
         return None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, file: Path) -> None:
+    """Write a figure, whole or not at all.
+
+    Args:
+        figure: Of matplotlib.
+        file: Its suffix says the format, such as ``.png`` (at 120 dots an inch) or ``.pdf``; its folder exists.
+
+    Raises:
+        ValueError: A suffix that matplotlib has no format for.
+    """
+    kind = file.suffix.removeprefix(".").lower()
+    partial = file.with_name(f".partial_{file.name}")
+    # Without the date in it, the same numbers give the same file.
+    figure.savefig(partial, dpi=120, format=kind, metadata={"CreationDate": None} if kind == "pdf" else None)
+    partial.replace(file)
 
 
 def binned(timesteps: npt.ArrayLike, values: npt.ArrayLike, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -88,7 +113,7 @@ def learning_curves(
     axes.set_title(title)
     if axes.lines:
         axes.legend()
-    _save(figure, file)
+    save_figure(figure, file)
 
 
 def task_curves(
@@ -134,7 +159,7 @@ def task_curves(
         figure.legend(
             handles.values(), handles.keys(), loc="outside upper center", ncols=min(len(handles), 3 * columns)
         )
-    _save(figure, file)
+    save_figure(figure, file)
     return True
 
 
@@ -169,7 +194,7 @@ def performance_profiles(
     axes.set_ylim(0, 1.02)
     if curves:
         axes.legend()
-    _save(figure, file)
+    save_figure(figure, file)
     return True
 
 
@@ -185,12 +210,6 @@ def _aligned(
     lines = np.array([binned(t, v, edges) for t, v in seeds])
     seen = np.isfinite(lines).all(0)
     return ((edges[1:] + edges[:-1]) / 2)[seen], lines[:, seen]
-
-
-def _save(figure: Any, file: Path) -> None:
-    partial = file.with_name(f".partial_{file.name}")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(file)
 
 
 def depth_figure(curve: Mapping[float, float]) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from icrl_gym.metaworld import resolve_task
 from icrl_gym.pretrain_settings import PretrainConfig, checked, command, recorded, scaled, split, training_settings
 from icrl_gym.runs import versions, write_whole
 from icrl_gym.similarity import similarity
-from icrl_gym.td_loss import td_loss_by_depth
+from icrl_gym.td_loss import mean_squared_reward, td_errors, td_loss_by_depth
 from icrl_gym.transformer import InContextTransformer
 from icrl_gym.weight_search import construction, train_matrices, train_step_sizes
 
@@ -183,7 +182,8 @@ def _held_out_loss(transformer: InContextTransformer | AdaptiveTransformer, conf
     if isinstance(transformer, InContextTransformer):
         return float(td_loss_by_depth(transformer, batch, queries)[1][:, -1].nanmean())
     with torch.no_grad():
-        return _held_out(transformer.condition(batch), transformer.gamma, queries)
+        errors = td_errors(transformer.condition(batch), transformer.gamma, queries)
+    return _mean_loss(errors, queries)
 
 
 def _data(config: PretrainConfig) -> dict[str, Any]:
@@ -288,8 +288,9 @@ def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
     batch, queries = contexts(split(config, train=False), config.n_context, 32, config.seed, n_queries)
     with torch.no_grad():
         untrained = learned.construction.condition(batch, most_growth=math.inf)
-        before = _held_out(untrained, learned.construction.gamma, queries)
-        after = _held_out(lambda states: learned.values(batch, states), learned.construction.gamma, queries)
+        gamma = learned.construction.gamma
+        before = _mean_loss(td_errors(untrained, gamma, queries), queries)
+        after = _mean_loss(td_errors(lambda states: learned.values(batch, states), gamma, queries), queries)
     measured = similarity(learned, batch, queries.states).as_dict()
     (folder / "card.json").unlink(missing_ok=True)
     learned.save_pretrained(folder)
@@ -309,9 +310,6 @@ def _pretrain_matrices(config: PretrainConfig, folder: Path) -> Path:
     return folder
 
 
-def _held_out(value: Callable[[Tensor], Tensor], gamma: Tensor, queries: Context) -> float:
+def _mean_loss(errors: Tensor, queries: Context) -> float:
     """The mean over contexts of mean delta^2 / mean r^2, as :func:`~icrl_gym.td_loss.td_loss_by_depth` has it after the last layer."""
-    target = queries.rewards + gamma * (~queries.terminated) * value(queries.next_states)
-    scale = queries.rewards.square().mean(-1)
-    error = (target - value(queries.states)).square().mean(-1)
-    return float((error / torch.where(scale > 0, scale, math.nan)).nanmean())
+    return float((errors.square().mean(-1) / mean_squared_reward(queries)).nanmean())

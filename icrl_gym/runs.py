@@ -213,8 +213,8 @@ class RunFolder:
             if None in row.values():  # torn before its last comma: the length may have lost digits
                 continue
             try:
-                success = float(row["success"]) if row["success"] else None
-                episodes.append(Episode(int(row["timesteps"]), float(row["return"]), int(row["length"]), success))
+                numbers = int(row["timesteps"]), float(row["return"]), int(row["length"])
+                episodes.append(Episode(*numbers, _read_success(row["success"])))
             except (TypeError, ValueError):
                 continue
         return episodes
@@ -245,7 +245,7 @@ class RunFolder:
             return [
                 EvaluationEpisode(
                     int(row["timesteps"]), int(row["episode"]), row["task"], float(row["return"]), int(row["length"]),
-                    float(row["success"]) if row["success"] else None,
+                    _read_success(row["success"]),
                 )
                 for row in csv.DictReader(file.read_text().splitlines())
             ]  # fmt: skip
@@ -266,8 +266,9 @@ class RunFolder:
         writer = csv.writer(text)
         writer.writerow(["timesteps", "episode", "task", "return", "length", "success"])
         for r in rows:
-            success = "" if r.success is None else r.success
-            writer.writerow([r.timesteps, r.episode, r.task, repr(r.episode_return), r.length, success])
+            writer.writerow(
+                [r.timesteps, r.episode, r.task, repr(r.episode_return), r.length, _success_cell(r.success)]
+            )
         write_whole(self.path / "evaluations.csv", text.getvalue())
 
 
@@ -345,8 +346,16 @@ def _episode_rows(episodes: Iterable[Episode], header: bool) -> str:
     if header:
         writer.writerow(["timesteps", "return", "length", "success"])
     for e in episodes:
-        writer.writerow([e.timesteps, repr(e.episode_return), e.length, "" if e.success is None else e.success])
+        writer.writerow([e.timesteps, repr(e.episode_return), e.length, _success_cell(e.success)])
     return text.getvalue()
+
+
+def _success_cell(success: float | None) -> float | str:
+    return "" if success is None else success
+
+
+def _read_success(cell: str) -> float | None:
+    return float(cell) if cell else None
 
 
 def write_whole(file: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,39 @@ from icrl_gym.context import Context
 from icrl_gym.solvers import key_values
 from icrl_gym.transformer import InContextTransformer
 
-__all__ = ["td_loss_by_depth"]
+__all__ = ["mean_squared_reward", "td_errors", "td_loss_by_depth"]
+
+
+def td_errors(
+    value: Callable[[Tensor], Tensor], gamma: float | Tensor, transitions: Context, semi_gradient: bool = False
+) -> Float[Tensor, "*b m"]:
+    r"""TD errors of a value function: delta = r + gamma V(s') - V(s), without the bootstrap gamma V(s') past termination.
+
+    Args:
+        value: From states (..., m, d) to values (..., m).
+        gamma: The discount; a number is rounded to single precision, a tensor is taken as it is.
+        transitions: (...,) batches of m, none of which is padding.
+        semi_gradient: Hold the target r + gamma V(s') constant, as TD does, in what gradients the result has.
+
+    Returns:
+        (..., m), in the units of the rewards.
+
+    Source: Sutton & Barto 2018, "Reinforcement Learning: An Introduction", sections 6.1 (TD error), 9.3 (semi-gradient).
+
+    Example:
+        >>> chain = Context([[0.0], [1.0]], [2.0, 3.0], [[1.0], [2.0]], terminated=[False, True])
+        >>> td_errors(lambda states: 10 * states.sum(-1), 0.5, chain)
+        tensor([ 7., -7.], dtype=torch.float64)
+    """
+    target = transitions.rewards + gamma * (~transitions.terminated) * value(transitions.next_states)
+    target = target.detach() if semi_gradient else target
+    return target - value(transitions.states)
+
+
+def mean_squared_reward(transitions: Context) -> Float[Tensor, "*b"]:
+    """The mean of r^2 over transitions without padding, which is the TD loss of the value zero; NaN without any reward."""
+    scale = transitions.rewards.square().mean(-1)
+    return torch.where(scale > 0, scale, math.nan)
 
 
 def td_loss_by_depth(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -16,6 +15,8 @@ from icrl_gym.datasets import Transitions, contexts
 from icrl_gym.kernels import Kernel, LinearKernel, ReLUKernel, make_kernel
 from icrl_gym.learned import LearnedTransformer
 from icrl_gym.pretrain_settings import KernelName, PretrainConfig
+from icrl_gym.progress import Progress
+from icrl_gym.td_loss import td_errors
 from icrl_gym.transformer import InContextTransformer, Offset
 
 __all__ = ["construction", "shown_progress", "train_matrices", "train_step_sizes"]
@@ -119,14 +120,10 @@ def _kernel(name: KernelName, temperature: Tensor | None) -> Kernel:
     return type(kernel)(temperature)
 
 
-def _loss(value: Callable[[Tensor], Tensor], gamma: Tensor, queries: Context, semi_gradient: bool) -> Tensor:
+def _loss(errors: Tensor, queries: Context) -> Tensor:
     """The loss to differentiate, normalized: the value zero has the loss 1."""
-    following = value(queries.next_states)
-    target = queries.rewards + gamma * (~queries.terminated) * following
-    target = target.detach() if semi_gradient else target
-    error = (target - value(queries.states)).square().mean()
     # One scale for the whole batch: a context whose queries happen to have next to no reward must not decide the step of all.
-    return error / queries.rewards.square().mean().clamp_min(1e-12)
+    return errors.square().mean() / queries.rewards.square().mean().clamp_min(1e-12)
 
 
 def _minimize(
@@ -158,7 +155,7 @@ def _minimize(
             batch, queries = contexts(data, config.n_context, config.contexts_a_step, seed, config.n_queries)
             optimizer.zero_grad()
             try:
-                loss = _loss(answers(batch), gamma, queries, config.semi_gradient)
+                loss = _loss(td_errors(answers(batch), gamma, queries, config.semi_gradient), queries)
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 if not bool(torch.isfinite(norm)):
@@ -188,27 +185,12 @@ def shown_progress(items: list[int], losses: list[float], shown: bool) -> Iterat
     if not shown:
         yield items
         return
-    if sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            with tqdm(items, desc="pretrain", unit="step", dynamic_ncols=True) as bar:
+    with contextlib.closing(Progress("pretrain", len(items), "step", n_lines=10)) as progress:
 
-                def with_loss() -> Iterator[int]:
-                    for item in bar:
-                        yield item
-                        bar.set_postfix_str(f"TD loss {losses[-1]:.3g}", refresh=False)
+        def walked() -> Iterator[int]:
+            for item in items:
+                yield item
+                loss = f"{losses[-1]:.3g}"
+                progress.step(f"TD loss {loss}", f" iterations, TD loss of the batch {loss}")
 
-                yield with_loss()
-            return
-
-    def with_lines() -> Iterator[int]:
-        tenths = {math.ceil(len(items) * (i + 1) / 10) for i in range(10)}
-        for done, item in enumerate(items, 1):
-            yield item
-            if done in tenths:
-                print(f"pretrain: {done} of {len(items)} iterations, TD loss of the batch {losses[-1]:.3g}", flush=True)
-
-    yield with_lines()
+        yield walked()

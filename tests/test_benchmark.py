@@ -25,6 +25,7 @@ from icrl_gym.statistics import (
     stratified_resamples,
     time_average,
 )
+from icrl_gym.tables import with_interval
 from icrl_gym.train import TrainConfig, TrainingRun, make_evaluation_env, make_training_env, train
 
 SMALL = {"n_envs": 2, "n_steps": 64, "n_epochs": 1, "gamma": 0.9, "total_timesteps": 256, "checkpoint_freq": 128}
@@ -317,3 +318,8 @@ def test_settings_of_the_critic_are_those_of_the_in_context_one_and_evaluations_
 def test_names_are_given_once(wrong, tmp_path):
     with pytest.raises(ValueError, match="needs at least one name, and each once"):
         benchmark(BenchmarkConfig(**wrong, out=str(tmp_path)))
+
+
+def test_an_interval_stands_behind_its_number_where_there_is_one():
+    assert with_interval(1.25, 1.0, 1.5, 2) == "1.25 [1.00, 1.50]"
+    assert with_interval(1.25, math.nan, math.nan, 3) == "1.250" and with_interval(math.nan, 0.0, 1.0, 1) == ""

@@ -15,7 +15,7 @@ from stable_baselines3.common.callbacks import CallbackList
 
 from icrl_gym import InContextActorCriticPolicy
 from icrl_gym.cli import main
-from icrl_gym.critic_benchmark import RecordingConfig, Setting, record
+from icrl_gym.critic_benchmark import CriticBenchmarkConfig, RecordingConfig, RecordingOptions, Setting, record
 from icrl_gym.critic_benchmark.recording import LAG, Recorder, Recording
 from icrl_gym.critic_benchmark.report import summarize
 from icrl_gym.critic_benchmark.scores import critic_values, gae, score_rollout, scores_of
@@ -483,3 +483,12 @@ def test_the_other_benchmark_is_still_there(capsys):
         main(["benchmark", "--help"])
     assert stopped.value.code == 0
     assert "--critics" in capsys.readouterr().out
+
+
+def test_options_are_shared_and_a_recording_keeps_its_name():
+    config = CriticBenchmarkConfig(tasks=("reach-v3",), seeds=2, gamma=0.9, truth_states=8)
+    for seed, one in enumerate(config.recordings()):
+        assert one == RecordingConfig("reach-v3", seed, gamma=0.9, truth_states=8)
+        assert all(getattr(one, f.name) == getattr(config, f.name) for f in dataclasses.fields(RecordingOptions))
+    # Recordings take minutes to make: another order of the settings must not lose those that are there.
+    assert CriticBenchmarkConfig().recordings()[0].file_name == "reach-v3-seed0-93b75b1e.npz"

@@ -18,6 +18,7 @@ from icrl_gym.experiments.report import interval
 from icrl_gym.experiments.synthetic import synthetic_cell
 from icrl_gym.kernels import RBFKernel
 from icrl_gym.metaworld import PAPER_DOMAINS
+from icrl_gym.plots import new_figure, save_figure
 from icrl_gym.td_loss import td_loss_by_depth
 
 
@@ -345,3 +346,16 @@ def test_every_line_of_a_figure_is_in_a_legend_and_every_axis_has_ticks(name, tm
         assert len(axes.get_legend().get_texts()) == len(axes.lines) + (name == "offset") * len(axes.collections)
         low, high = axes.get_xlim()
         assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 2
+
+
+def test_a_figure_has_the_format_of_its_name_and_no_date(tmp_path):
+    for name in ("a.png", "a.pdf"):
+        figure = new_figure(2, 1)
+        figure.add_subplot().plot([0, 1])
+        save_figure(figure, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    pdf = (tmp_path / "a.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
+    with pytest.raises(ValueError, match="not supported"):
+        save_figure(figure, tmp_path / "a.nothing")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.pdf", "a.png"]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from icrl_gym.pretraining import (
     training_settings,
 )
 from icrl_gym.similarity import similarity
-from icrl_gym.td_loss import td_loss_by_depth
+from icrl_gym.td_loss import mean_squared_reward, td_errors, td_loss_by_depth
+from icrl_gym.weight_search import shown_progress
 
 
 def walk(n_episodes=4, length=60, seed=0):
@@ -296,3 +298,50 @@ def test_settings_that_were_not_given_are_those_of_what_is_trained(kind, expecte
     assert training_settings(PretrainConfig(**settings)) == settings
     given = training_settings(PretrainConfig(train=kind, batch_size=3, learning_rate=1.0))
     assert (given["batch_size"], given["learning_rate"]) == (3, 1.0)
+
+
+@pytest.mark.parametrize("semi_gradient", [False, True])
+def test_td_errors_are_those_of_the_formula_and_so_are_their_gradients(semi_gradient):
+    rng = np.random.default_rng(0)
+    states, following = rng.normal(size=(2, 3, 5, 4))
+    rewards, ends = rng.normal(size=(3, 5)), rng.random((3, 5)) < 0.4
+    w = torch.tensor(rng.normal(size=4), requires_grad=True)
+    gamma = torch.tensor(0.7, dtype=torch.float64)
+    errors = td_errors(lambda s: s @ w, gamma, Context(states, rewards, following, ends), semi_gradient)
+    errors.square().sum().backward()
+    expected, gradient = np.zeros((3, 5)), np.zeros(4)
+    for b, i in np.ndindex(3, 5):
+        discount = 0.0 if ends[b, i] else 0.7
+        expected[b, i] = (
+            rewards[b, i] + discount * following[b, i] @ w.detach().numpy() - states[b, i] @ w.detach().numpy()
+        )
+        direction = (0.0 if semi_gradient else discount) * following[b, i] - states[b, i]
+        gradient += 2 * expected[b, i] * direction
+    np.testing.assert_allclose(errors.detach(), expected, atol=1e-12)
+    np.testing.assert_allclose(w.grad, gradient, atol=1e-12)
+
+
+def test_the_mean_squared_reward_is_the_td_loss_of_zero_and_nothing_without_rewards():
+    rewards = np.array([[1.0, -2.0], [0.0, 0.0]])
+    context = Context(np.ones((2, 2, 1)), rewards, np.ones((2, 2, 1)), np.zeros((2, 2), bool))
+    np.testing.assert_array_equal(mean_squared_reward(context), [2.5, np.nan])
+    zero = td_errors(lambda states: 0 * states[..., 0], 0.9, context)
+    assert float(zero[0].square().mean()) == 2.5
+
+
+def test_a_search_shows_a_bar_on_a_terminal_and_ten_lines_elsewhere(monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+
+    def walk():
+        losses = []
+        with shown_progress(list(range(25)), losses, True) as shown:
+            for item in shown:
+                losses.append(item / 8)
+        return capsys.readouterr()
+
+    lines = walk().out.splitlines()
+    assert [int(line.split()[1]) for line in lines] == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
+    assert lines[0] == "pretrain: 3 of 25 iterations, TD loss of the batch 0.25"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    bar = walk()
+    assert not bar.out and "25/25" in bar.err and "TD loss 3" in bar.err

@@ -24,7 +24,7 @@ from icrl_gym.statistics import (
     stratified_interval,
     time_average,
 )
-from icrl_gym.tables import markdown_table
+from icrl_gym.tables import markdown_table, with_interval
 from icrl_gym.train import TrainConfig
 
 __all__ = ["RunResult", "read_result", "write_report"]
@@ -195,7 +195,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: row[name] for name in _HEADER}
     for name in _SCORES:
         digits = 2 if name == "success" else 1
-        shown[name] = _with_interval(row[name], row[f"{name} low"], row[f"{name} high"], digits)
+        shown[name] = with_interval(row[name], row[f"{name} low"], row[f"{name} high"], digits)
     return shown
 
 
@@ -214,7 +214,7 @@ def _by_task(results: Mapping[tuple[str, str], Sequence[RunResult]]) -> list[dic
         if len(tasks) > 1:
             for task in tasks:
                 values = [result.success_by_task.get(task, math.nan) for result in found]
-                interval = _with_interval(float(np.mean(values)), *_interval(values), 2)
+                interval = with_interval(float(np.mean(values)), *_interval(values), 2)
                 rows.append({"experiment": env, "task": task, "critic": critic, "success": interval})
     return rows
 
@@ -271,13 +271,7 @@ def _aggregate(statistic: Callable[..., float], *scores: Scores) -> str:
     if math.isnan(value):
         return ""
     low, high = stratified_interval(statistic, *scores)
-    return _with_interval(value, float(low), float(high), 2)
-
-
-def _with_interval(value: float, low: float, high: float, digits: int) -> str:
-    if math.isnan(value):
-        return ""
-    return f"{value:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
+    return with_interval(value, float(low), float(high), 2)
 
 
 def _state(folder: RunFolder) -> str:

@@ -14,18 +14,26 @@ from pathlib import Path
 
 import torch
 
-from icrl_gym.critic_benchmark.recording import Recording, RecordingConfig, record
+from icrl_gym.critic_benchmark.recording import Recording, RecordingConfig, RecordingOptions, record
 from icrl_gym.critic_benchmark.report import write_report
 from icrl_gym.critic_benchmark.scores import as_cell, score_cell
 from icrl_gym.critic_benchmark.settings import DEFAULT_SETTINGS, LEARNED, TRUTH, ZERO, Setting, read_settings
 from icrl_gym.experiments.grid import run_grid
 from icrl_gym.parallel import Workers, completed
 
-__all__ = ["CriticBenchmarkConfig", "Recording", "RecordingConfig", "Setting", "critic_benchmark", "record"]
+__all__ = [
+    "CriticBenchmarkConfig",
+    "Recording",
+    "RecordingConfig",
+    "RecordingOptions",
+    "Setting",
+    "critic_benchmark",
+    "record",
+]
 
 
-@dataclass
-class CriticBenchmarkConfig:
+@dataclass(frozen=True)
+class CriticBenchmarkConfig(RecordingOptions):
     """Score settings of the critic on recorded rollouts, against values measured by Monte Carlo; what is finished is kept."""
 
     tasks: tuple[str, ...] = ("reach-v3", "drawer-close-v3")
@@ -34,24 +42,6 @@ class CriticBenchmarkConfig:
     """Recordings of each task, with seeds 0, 1, ..."""
     settings: str | None = None
     """A JSON file of critics to try (None: a list of about thirty). The learned critic and the value zero always are."""
-    total_timesteps: int = 60_000
-    """Environment steps of the recorded PPO, over all environments."""
-    n_envs: int = 4
-    """Environments side by side."""
-    n_steps: int = 512
-    """Steps of each environment in a rollout."""
-    gamma: float = 0.99
-    """Discount."""
-    gae_lambda: float = 0.95
-    """Lambda of generalized advantage estimation."""
-    truth_rollouts: int = 6
-    """Rollouts, spread over the run, at which true values are measured."""
-    truth_states: int = 64
-    """States of each of them; an even number, in pairs 16 steps apart."""
-    truth_repeats: int = 4
-    """Returns for each value; a multiple of 4 also tells how far they can be trusted."""
-    truth_horizon: int = 150
-    """Steps of each return."""
     jobs: int = 2
     """Processes."""
     record_only: bool = False
@@ -61,11 +51,7 @@ class CriticBenchmarkConfig:
 
     def recordings(self) -> list[RecordingConfig]:
         """What is to be recorded."""
-        shared = {
-            entry.name: getattr(self, entry.name)
-            for entry in dataclasses.fields(RecordingConfig)
-            if entry.name not in ("task", "seed")
-        }
+        shared = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(RecordingOptions)}
         return [RecordingConfig(task, seed, **shared) for task in self.tasks for seed in range(self.seeds)]
 
 

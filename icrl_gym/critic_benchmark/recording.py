@@ -45,7 +45,7 @@ from icrl_gym.critic_benchmark.truth import monte_carlo, policy_actor
 from icrl_gym.metaworld import MAX_EPISODE_STEPS, MetaWorldEnv
 from icrl_gym.train import TrainConfig, make_training_env
 
-__all__ = ["Recorder", "Recording", "RecordingConfig", "record"]
+__all__ = ["Recorder", "Recording", "RecordingConfig", "RecordingOptions", "record"]
 
 LAG = 16
 """Steps between two states whose difference of values is looked at."""
@@ -57,35 +57,43 @@ _ARRAYS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordingOptions:
+    """What all recordings of a benchmark have in common."""
+
+    total_timesteps: int = 60_000
+    """Environment steps of the recorded PPO, over all environments; the last rollout is completed."""
+    n_envs: int = 4
+    """Environments side by side."""
+    n_steps: int = 512
+    """Steps of each environment in a rollout."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Lambda of generalized advantage estimation."""
+    truth_rollouts: int = 6
+    """Rollouts, spread over the run, at which true values are measured."""
+    truth_states: int = 64
+    """States of each of them; an even number, in pairs 16 steps apart."""
+    truth_repeats: int = 4
+    """Returns for each value; a multiple of 4 also tells how far they can be trusted."""
+    truth_horizon: int = 150
+    """Steps of each return."""
+
+
 @dataclass(frozen=True)
-class RecordingConfig:
+class RecordingConfig(RecordingOptions):
     """What is recorded: one run of PPO with Stable-Baselines3's own policy and critic.
+
+    In the shapes of a recording, c, S, K and H are ``truth_rollouts``, ``truth_states``, ``truth_repeats`` and ``truth_horizon``.
 
     Attributes:
         task: A Meta-World task or a Gymnasium id.
         seed: Of the run.
-        total_timesteps: Environment steps, over all environments; the last rollout is completed.
-        n_envs: Environments side by side.
-        n_steps: Steps of each in a rollout.
-        gamma: The discount.
-        gae_lambda: Lambda of the advantages.
-        truth_rollouts: c, rollouts at which values are measured, spread over the run.
-        truth_states: S, states of each, in pairs that are 16 steps apart.
-        truth_repeats: K, returns for each value.
-        truth_horizon: H, steps of each return.
     """
 
     task: str
     seed: int = 0
-    total_timesteps: int = 60_000
-    n_envs: int = 4
-    n_steps: int = 512
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    truth_rollouts: int = 6
-    truth_states: int = 64
-    truth_repeats: int = 4
-    truth_horizon: int = 150
 
     @property
     def n_rollouts(self) -> int:

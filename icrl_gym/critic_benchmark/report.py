@@ -13,9 +13,9 @@ import numpy as np
 
 from icrl_gym.critic_benchmark.scores import SCORES
 from icrl_gym.critic_benchmark.settings import LEARNED, TRUTH
-from icrl_gym.plots import new_figure
+from icrl_gym.plots import new_figure, save_figure
 from icrl_gym.runs import write_whole
-from icrl_gym.tables import markdown_table
+from icrl_gym.tables import markdown_table, with_interval
 
 __all__ = ["Rows", "summarize", "write_report"]
 
@@ -87,7 +87,7 @@ def write_report(results: Mapping[str, Mapping[str, Rows]], folder: Path, notes:
         by_task = {(row["setting"], row["task"]): row for row in rows}
         for measure in ("advantage", "difference", "value"):
             cells = [
-                {"setting": row["setting"], **{t: _with_interval(by_task[row["setting"], t], measure) for t in tasks}}
+                {"setting": row["setting"], **{t: _cell(by_task[row["setting"], t], measure) for t in tasks}}
                 for row in total
             ]
             page += f"\n## {measure.capitalize()}, by task\n\n{markdown_table(cells)}"
@@ -131,15 +131,12 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         "error": "error",
         "error_scaled": "scaled error",
     }
-    cells = {label: _with_interval(row, measure) for measure, label in names.items()}
+    cells = {label: _cell(row, measure) for measure, label in names.items()}
     return {"critic": row["setting"], **cells, "failed": row["failed"], "seconds": row["seconds"]}
 
 
-def _with_interval(row: Mapping[str, Any], measure: str) -> str:
-    mean, low, high = (row[name] for name in (measure, f"{measure}_low", f"{measure}_high"))
-    if math.isnan(mean):
-        return ""
-    return f"{mean:.3f}" if math.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+def _cell(row: Mapping[str, Any], measure: str) -> str:
+    return with_interval(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], digits=3)
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -155,16 +152,13 @@ def _draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         mean, low, high = (
             np.array([row[name] for row in rows], float) for name in (measure, f"{measure}_low", f"{measure}_high")
         )
-        for at, color in ((place, "C0"),):
-            seen = ~np.isnan(mean)
-            axis.plot(mean[seen], at[seen], "o", color=color, markersize=4)
-            axis.hlines(at[seen], low[seen], high[seen], color=color, linewidth=1)
+        seen = ~np.isnan(mean)
+        axis.plot(mean[seen], place[seen], "o", color="C0", markersize=4)
+        axis.hlines(place[seen], low[seen], high[seen], color="C0", linewidth=1)
         learned = [float(m) for m, row in zip(mean, rows, strict=True) if row["setting"] == LEARNED]
         if learned and not math.isnan(learned[0]):
             axis.axvline(learned[0], color="C1", linewidth=1, linestyle="--")
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(place, [row["setting"] for row in rows], fontsize=8)
-    partial = file.with_name(f".partial_{file.name}")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(file)
+    save_figure(figure, file)

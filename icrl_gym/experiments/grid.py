@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from icrl_gym.parallel import Workers, completed
+from icrl_gym.progress import Progress
 from icrl_gym.runs import write_whole
 
 __all__ = ["run_grid"]
@@ -48,7 +48,7 @@ def run_grid(
     missing = sorted(index for file, index in first.items() if not _is_known(file))
     if missing:
         print(f"{label}: {len(first)} cells, {len(first) - len(missing)} known, {len(missing)} to compute", flush=True)
-    with closing(_Progress(label, len(missing))) as progress:
+    with closing(Progress(label, len(missing), "cell")) as progress:
 
         def keep(index: int, result: dict[str, Any]) -> None:
             write_whole(files[index], json.dumps({"cell": dict(cells[index]), "result": result}) + "\n")
@@ -66,33 +66,6 @@ def run_grid(
             for index in missing:
                 keep(index, function(**cells[index]))
     return [json.loads(file.read_text())["result"] for file in files]
-
-
-class _Progress:
-    """A bar on a terminal, with the extra `progress`; a line for each cell otherwise."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done, self._bar = label, total, 0, None
-        if total and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self._bar = tqdm(total=total, desc=label, unit="cell", dynamic_ncols=True)
-
-    def step(self, cell: str) -> None:
-        """One cell more."""
-        self._done += 1
-        if self._bar is None:
-            print(f"{self._label}: {self._done} of {self._total}   {cell}", flush=True)
-        else:
-            self._bar.set_postfix_str(cell, refresh=False)
-            self._bar.update()
-
-    def close(self) -> None:
-        """Leave the terminal in order."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _call(function: Callable[..., dict[str, Any]], cell: Mapping[str, Any]) -> dict[str, Any]:

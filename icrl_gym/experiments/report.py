@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from icrl_gym.plots import save_figure
 from icrl_gym.runs import versions, write_whole
 from icrl_gym.statistics import bootstrap_interval
 from icrl_gym.tables import markdown_table
@@ -71,12 +72,7 @@ class Report:
         for name, figure in self.figures.items():
             if figure is not None:
                 for kind in ("png", "pdf"):
-                    partial = folder / f".partial_{name}.{kind}"
-                    # Without the date in it, the same numbers give the same file.
-                    figure.savefig(
-                        partial, dpi=120, format=kind, metadata={"CreationDate": None} if kind == "pdf" else None
-                    )
-                    partial.replace(folder / f"{name}.{kind}")
+                    save_figure(figure, folder / f"{name}.{kind}")
         board = SummaryWriter(str(folder / "tensorboard"))
         for tag, points in self.scalars.items():
             for step, value in points:
