@@ -164,8 +164,15 @@ def split(config: PretrainConfig, train: bool) -> Transitions:
     return scaled(load_transitions(name, episodes=episodes, root=config.root), config.reward_scale)
 
 
-def recorded(config: CollectConfig) -> list[str]:
+def recorded(config: CollectConfig, remedy: str | None = None) -> list[str]:
     """:func:`~icrl_gym.datasets.collect` for a command that is not ``collect``: its remedy is a command of its own here.
+
+    Args:
+        config: What is to be there.
+        remedy: Of data that are there with other settings, for a command that has a better one.
+
+    Returns:
+        The ids of the data sets.
 
     Raises:
         ValueError: A data set is there with other settings, or damaged.
@@ -176,6 +183,8 @@ def recorded(config: CollectConfig) -> list[str]:
         found, other, _ = str(error).partition(" Give --force ")
         if not other:
             raise
+        if remedy is not None:
+            raise ValueError(f"{found} {remedy}") from error
         again = (
             f"icrl-gym collect --tasks {' '.join(config.tasks)} --noise {' '.join(config.noise)} --episodes {config.episodes} "
             f"--steps {config.steps}" + (f" --root {config.root}" if config.root else "") + " --force"

@@ -10,7 +10,7 @@ import torch
 from icrl_gym import Context
 from icrl_gym.adaptive_pretraining import td_errors, train_heads
 from icrl_gym.cli import main
-from icrl_gym.datasets import Transitions
+from icrl_gym.datasets import CollectConfig, Transitions, collect
 from icrl_gym.experiments.all_domains import build, draw
 from icrl_gym.experiments.baselines import fit_networks
 from icrl_gym.pretraining import PretrainConfig
@@ -112,3 +112,13 @@ def test_the_constructions_have_the_depth_they_are_named_after():
         and build("adaptive fixed point", weights, 0.9).n_layers == math.inf
     )
     assert build("paper", weights, 0.9).step_normalization == "length" and build("row_sum", weights, 0.9).n_layers == 2
+
+
+def test_data_of_another_experiment_are_kept_and_the_error_says_what_to_do(tmp_path, capsys):
+    data, out = tmp_path / "data", tmp_path / "out"
+    collect(CollectConfig(("drawer-close",), ("high",), episodes=2, steps=5, root=str(data)))
+    arguments = ["reproduce", "all-domains", "--quick", "--out", str(out), "--root", str(data)]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "is there with episodes 2 instead of 4, steps 5 instead of 220. They may be another experiment's" in said
+    assert "give another --root" in said and "--force" not in said

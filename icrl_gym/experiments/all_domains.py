@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from icrl_gym._typing import Float
 from icrl_gym.adaptive import AdaptiveTransformer
-from icrl_gym.adaptive_pretraining import td_errors, train_heads
+from icrl_gym.adaptive_pretraining import train_heads
 from icrl_gym.context import Context
-from icrl_gym.datasets import NOISE_LEVELS, CollectConfig, Transitions, collect, contexts, dataset_id, load_transitions
+from icrl_gym.datasets import NOISE_LEVELS, CollectConfig, Transitions, contexts, dataset_id, load_transitions
 from icrl_gym.experiments.baselines import fit_networks
 from icrl_gym.experiments.config import ReproduceConfig
 from icrl_gym.experiments.grid import run_grid
@@ -23,7 +22,8 @@ from icrl_gym.kernels import LaplacianKernel, RBFKernel
 from icrl_gym.metaworld import PAPER_DOMAINS, TASKS
 from icrl_gym.metrics import standardization
 from icrl_gym.plots import new_figure
-from icrl_gym.pretraining import PretrainConfig, train_step_sizes
+from icrl_gym.pretraining import PretrainConfig, recorded, scaled, train_step_sizes
+from icrl_gym.td_loss import mean_squared_reward, td_errors
 from icrl_gym.transformer import InContextTransformer
 
 __all__ = ["all_domains", "any_context"]
@@ -42,9 +42,7 @@ def _transitions(task: str, level: str, train: bool, sizes: dict[str, Any]) -> T
     """The goals that train or are held out, with scaled rewards."""
     half = sizes["episodes"] // 2
     episodes = range(half) if train else range(half, sizes["episodes"])
-    data = load_transitions(dataset_id(task, level), episodes=episodes, root=sizes["root"])
-    rewards = data.rewards * REWARD_SCALE
-    return Transitions(data.states, rewards, data.next_states, data.terminated, data.truncated, data.episode)
+    return scaled(load_transitions(dataset_id(task, level), episodes=episodes, root=sizes["root"]), REWARD_SCALE)
 
 
 def draw(
@@ -142,7 +140,7 @@ def network_cell(
     fitted = fit_networks(batch, queries, gamma, steps)
     return {
         "steps": fitted.steps,
-        "losses": (fitted.losses / _scale(queries).unsqueeze(-1)).tolist(),
+        "losses": (fitted.losses / mean_squared_reward(queries).unsqueeze(-1)).tolist(),
         "correlation": _correlation(fitted.values, asked_returns).tolist(),
     }
 
@@ -160,7 +158,7 @@ def compare_cell(
         of the MLP takes, measured beside them.
     """
     batch, queries, returns, asked_returns = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 0, gamma)
-    scale = _scale(queries)
+    scale = mean_squared_reward(queries)
     result: dict[str, Any] = {}
 
     def keep(name: str, errors: Tensor, values: Tensor | None, seconds: float) -> None:
@@ -197,12 +195,6 @@ def compare_cell(
                 fitted = fit_networks(batch, queries, gamma, steps=20, every=20)
             result["seconds a step of the MLP"] = fitted.seconds[-1] / (20 * count)
     return result
-
-
-def _scale(queries: Context) -> Float[Tensor, "*b"]:
-    """The mean squared reward, the TD loss of the value zero; NaN without any reward."""
-    scale = queries.rewards.square().mean(-1)
-    return torch.where(scale > 0, scale, math.nan)
 
 
 def _joined(compared: dict[str, Any], networks: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +257,7 @@ def any_context_cell(
     for task in tasks:
         batch, queries, _, _ = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 1, gamma)
         errors, values = _evaluate(transformer, batch, queries, gamma)
-        scale = _scale(queries)
+        scale = mean_squared_reward(queries)
         constant = queries.rewards - queries.rewards.mean(-1, keepdim=True)
         rows[task] = {
             "loss": _median((errors.square().mean(-1) / scale).tolist()),
@@ -279,7 +271,10 @@ def _data(config: ReproduceConfig, tasks: list[str], levels: list[str]) -> dict[
     sizes = {"episodes": config.size(EPISODES, 4), "steps": config.size(STEPS, 220), "root": config.root}
     domains = tuple(dict.fromkeys([*tasks, *_training_domains(config)]))
     wanted = tuple(dict.fromkeys([*levels, "high"]))
-    collect(CollectConfig(domains, wanted, **sizes, jobs=config.jobs))  # type: ignore[arg-type]
+    recorded(
+        CollectConfig(domains, wanted, **sizes, jobs=config.jobs),  # type: ignore[arg-type]
+        remedy="They may be another experiment's, whose data have other sizes: give another --root.",
+    )
     return sizes
 
 
