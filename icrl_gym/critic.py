@@ -52,15 +52,17 @@ class InContextCritic(nn.Module):
         n_features: d, the length of a flattened observation.
         transformer: A ready transformer (pretrained, or an :class:`~icrl_gym.adaptive.AdaptiveTransformer`), instead of the
             arguments marked * below.
-        kernel: * A kernel or its name.
+        kernel: * A kernel or its name. The default's two heads compare states by their distance and by their inner product: near
+            the context's states the value is what was met there, and beyond them it goes on as it rose towards them, instead of
+            falling back to the mean.
         temperature: * Of a kernel given by name; ``"median"``: the median distance between states of the context.
         n_layers: * Depth; ``math.inf`` solves for the limit of infinite depth.
         step_sizes: * Of a finite depth: one number, or one a layer.
         step_normalization: * ``"row_sum"``, ``"length"`` or ``"none"``.
         ridge: * Decay of the coefficients; default 1e-4 for infinite depth, 0 for layers.
         algorithm: * ``"td"``, ``"td_lambda"``, ``"residual_gradient"``, ``"average_reward"`` or ``"monte_carlo"``
-            (:mod:`icrl_gym.algorithms`).
-        trace_decay: * lambda of ``"td_lambda"``.
+            (:mod:`icrl_gym.algorithms`); default ``"td_lambda"`` for infinite depth, ``"td"`` for layers.
+        trace_decay: * lambda of ``"td_lambda"``; default 0.8 where that is the default, 0.9 where it was asked for.
         acceleration: * ``"none"`` or ``"conjugate"``.
         n_landmarks: * States of the context to compare with; None for all of them (and for kernels that are not positive
             definite).
@@ -97,14 +99,14 @@ class InContextCritic(nn.Module):
         n_features: int,
         *,
         transformer: InContextTransformer | AdaptiveTransformer | None = None,
-        kernel: str | Kernel = "laplacian",
+        kernel: str | Kernel = "laplacian+linear",
         temperature: float | str | None = None,
         n_layers: float | None = None,
         step_sizes: float | list[float] | None = None,
         step_normalization: StepNormalization = "row_sum",
         ridge: float | None = None,
         n_landmarks: int | None = 256,
-        algorithm: AlgorithmName = "td",
+        algorithm: AlgorithmName | None = None,
         trace_decay: float | None = None,
         acceleration: Acceleration = "none",
         value_shift: bool | None = None,
@@ -131,6 +133,9 @@ class InContextCritic(nn.Module):
                 and (step_sizes is None or isinstance(step_sizes, (int, float)))
             ):
                 n_layers = math.inf
+            if algorithm is None and n_layers == math.inf:
+                algorithm, trace_decay = "td_lambda", 0.8 if trace_decay is None else trace_decay
+            algorithm = "td" if algorithm is None else algorithm
             transformer = InContextTransformer(
                 kernel,
                 step_sizes,
@@ -205,8 +210,8 @@ class InContextCritic(nn.Module):
 
         Raises:
             ValueError: States with another number of features, or a batch of contexts.
-            FloatingPointError: The layers diverge on this context. The fixed point of a bounded kernel (RBF, Laplacian, Matern)
-                does not: where it does not exist, a larger ridge is taken, with a warning.
+            FloatingPointError: The layers diverge on this context. A fixed point does not: where it does not exist, a larger ridge
+                is taken, with a warning.
         """
         if context.batch_shape or context.n_features != self.n_features:
             raise ValueError(
@@ -231,8 +236,9 @@ class InContextCritic(nn.Module):
     def _conditioned(self, context: Context) -> ValueFunction:
         """The value function of a context; a fixed point that does not exist is looked for with larger ridges.
 
-        Of kernels with k(s, s) = 1 it exists on every context at rho = 1 for TD, and at rho = (1 + gamma) / (1 - gamma lambda) with
-        traces (``docs/convergence.md``), so a training never ends here.
+        In units of the largest k(s, s) it exists on every context at rho = 1 for TD, and at (1 + gamma) / (1 - gamma lambda) with
+        traces (``docs/convergence.md``), so a training never ends here. The largest k(s, s) is 1 for RBF, Laplacian and Matern,
+        and has no bound for the linear kernel.
         """
         transformer = self.transformer
         try:
@@ -242,7 +248,7 @@ class InContextCritic(nn.Module):
                 raise
             says_what_to_do = error
         stronger = copy.copy(transformer)  # the weights are shared; only the ridge is another
-        for ridge in (10.0**exponent for exponent in range(-3, 5)):
+        for ridge in (10.0**exponent for exponent in (*range(-3, 5), 8, 16, 32, 64, 128)):
             if ridge <= transformer.ridge:
                 continue
             stronger.ridge = ridge

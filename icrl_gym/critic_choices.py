@@ -19,6 +19,10 @@ from icrl_gym.transformer import Acceleration
 
 __all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "ZeroValuePolicy"]
 
+CriticKernel = Literal[
+    "laplacian+linear", "matern+linear", "rbf+linear",
+    "laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear",
+]  # fmt: skip
 CriticName = Literal["in-context", "mlp", "none", "paper", "recurrent"]
 
 
@@ -26,8 +30,8 @@ CriticName = Literal["in-context", "mlp", "none", "paper", "recurrent"]
 class CriticConfig:
     """Settings of the in-context critic. None: the default of InContextCritic (docs/critic.md)."""
 
-    kernel: Literal["laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear"] | None = None
-    """What states are compared with (None: laplacian)."""
+    kernel: CriticKernel | None = None
+    """What states are compared with; with a plus two heads (None: laplacian+linear)."""
     temperature: str | None = None
     """Of the kernel: a positive number, or "median" (None: median)."""
     n_layers: float | None = None
@@ -37,9 +41,9 @@ class CriticConfig:
     step_normalization: Literal["row_sum", "length", "none"] | None = None
     """What divides the steps (None: row_sum)."""
     algorithm: AlgorithmName | None = None
-    """What the layers do (None: td)."""
+    """What the layers do (None: td_lambda for the fixed point, td for layers)."""
     trace_decay: float | None = None
-    """Lambda of td_lambda (None: 0.9)."""
+    """Lambda of td_lambda (None: 0.8 where that is the default, 0.9 where --algorithm asks for it)."""
     acceleration: Acceleration | None = None
     """Conjugate layers, of residual_gradient and monte_carlo at a finite depth (None: none)."""
     ridge: float | None = None
@@ -96,6 +100,7 @@ CRITICS: Mapping[CriticName, CriticChoice] = MappingProxyType(
             options=CriticConfig(
                 kernel="rbf",
                 temperature="median",
+                algorithm="td",
                 n_layers=20.0,
                 step_sizes=1.0,
                 step_normalization="row_sum",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -254,12 +255,28 @@ class ReLUKernel(Kernel):
 class LinearKernel(Kernel):
     """k(u, w) = <u, w>: linear attention, whose values are linear in the state.
 
+    Args:
+        per_feature: <u, w> / d, which is about 1 for a standardized state and itself, as the other kernels are, however many
+            features there are.
+
     Source: Wang et al. 2025 (linear transformers implement TD in context).
     """
 
+    def __init__(self, per_feature: bool = False) -> None:
+        super().__init__()
+        self.per_feature = bool(per_feature)
+
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        return _inner(keys, queries)
+        return _inner(keys / max(keys.shape[-1], 1) if self.per_feature else keys, queries)
+
+    def config(self) -> dict[str, Any]:
+        """See :meth:`Kernel.config`."""
+        return {**super().config(), **({"per_feature": True} if self.per_feature else {})}
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return "per_feature=True" if self.per_feature else ""
 
 
 class SumKernel(Kernel):
@@ -313,7 +330,7 @@ class SumKernel(Kernel):
         """See :meth:`Kernel.pairwise`."""
         weights = self.weights.to(keys)
         values = [w * kernel.pairwise(keys, queries, mask) for w, kernel in zip(weights, self.parts, strict=True)]
-        return torch.stack(values).sum(0) if len(values) > 1 else values[0]
+        return functools.reduce(torch.add, values)
 
     def adapted(self, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"] | None = None) -> Kernel:
         """See :meth:`Kernel.adapted`."""
@@ -401,28 +418,51 @@ def make_kernel(name: str, temperature: float | str | None = None, **options: An
 
     Args:
         name: ``"rbf"``, ``"laplacian"``, ``"matern"``, ``"exponential"``, ``"softmax"``, ``"relu"``, ``"linear"`` or
-            (with ``kernels`` and ``weights``) ``"sum"``.
+            (with ``kernels`` and ``weights``) ``"sum"``. Two or more with a plus between them are added up, as in
+            ``"laplacian+linear"``, a linear one ``per_feature``.
         temperature: For those that have one: positive or ``"median"``; default ``"median"``.
-        options: ``kernels``, a list of such arguments as dictionaries, and ``weights``, for ``"sum"``.
+        options: ``per_feature`` for ``"linear"``; ``kernels``, a list of such arguments as dictionaries, and ``weights``, for
+            ``"sum"``.
 
     Raises:
         ValueError: No kernel of that name, a temperature for one that has none, or an option that it does not know.
     """
+    if "+" in name:
+        if options:
+            raise ValueError(
+                f'the kernel {name!r} takes no {", ".join(sorted(options))}; add kernels up with "sum" for that.'
+            )
+        parts = name.split("+")
+        if temperature is not None and set(parts) <= _WITHOUT_TEMPERATURE:
+            raise ValueError(f"the {name} kernel has no temperature, got {temperature!r}; leave it out.")
+        return SumKernel(
+            [
+                make_kernel(part, None if part in _WITHOUT_TEMPERATURE else temperature, **_AMONG_OTHERS.get(part, {}))
+                for part in parts
+            ]
+        )
     classes: dict[str, Callable[..., Kernel]] = {n: c for c, n in _NAMES.items() if c is not NystromKernel}
     if name not in classes:
-        raise ValueError(f"unknown kernel {name!r}; expected one of {', '.join(classes)}.")
-    unknown = sorted(set(options) - ({"kernels", "weights"} if name == "sum" else set()))
+        raise ValueError(
+            f"unknown kernel {name!r}; expected one of {', '.join(classes)}, or two of them with a + between them."
+        )
+    known = {"sum": {"kernels", "weights"}, "linear": {"per_feature"}}.get(name, set())
+    unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"the {name} kernel takes no {', '.join(unknown)}.")
     if name == "sum" and "kernels" not in options:
         raise ValueError("the sum kernel needs kernels, a list of the arguments of each part.")
-    if name in ("relu", "linear", "sum"):
+    if name in _WITHOUT_TEMPERATURE:
         if temperature is not None:
             raise ValueError(f"the {name} kernel has no temperature, got {temperature!r}; leave it out.")
         if name == "sum":
             return SumKernel([make_kernel(**config) for config in options["kernels"]], options.get("weights"))
-        return classes[name]()
+        return classes[name](**options)
     return classes[name]("median" if temperature is None else temperature)
+
+
+_WITHOUT_TEMPERATURE = {"relu", "linear", "sum"}
+_AMONG_OTHERS: dict[str, dict[str, Any]] = {"linear": {"per_feature": True}}
 
 
 def median_distance(

@@ -34,6 +34,7 @@ ALL = [
     SoftmaxKernel(0.5),
     ReLUKernel(),
     LinearKernel(),
+    LinearKernel(per_feature=True),
     RBFKernel(0.1) + 2.0 * MaternKernel(3.0),
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -70,6 +71,7 @@ def test_kernels_of_inner_products(dtype):
         SoftmaxKernel(2.0): np.exp(inner / 2) / np.exp(inner / 2).sum(0),
         ReLUKernel(): np.maximum(inner, 0),
         LinearKernel(): inner,
+        LinearKernel(per_feature=True): inner / 4,
     }
     for kernel, value in expected.items():
         np.testing.assert_allclose(kernel(u, w), value, rtol=TOLERANCE[dtype] * 10, atol=TOLERANCE[dtype])
@@ -206,6 +208,30 @@ def test_a_kernel_is_built_again_from_its_configuration(kernel):
     again = make_kernel(**kernel.config())
     torch.testing.assert_close(again(states(4), states(3)), kernel(states(4), states(3)))
     assert repr(again) == repr(kernel)
+
+
+def test_names_with_a_plus_between_them_are_a_sum():
+    u, w = states(7), states(5, seed=1)
+    kernel = make_kernel("laplacian+linear", 0.7)
+    torch.testing.assert_close(kernel(u, w), LaplacianKernel(0.7)(u, w) + u @ w.T / 4)
+    assert kernel.positive_definite
+    torch.testing.assert_close(make_kernel(**kernel.config())(u, w), kernel(u, w), rtol=0, atol=0)
+    adapted = make_kernel("laplacian+linear").adapted(u)
+    torch.testing.assert_close(adapted(u, w), LaplacianKernel(median_distance(u))(u, w) + u @ w.T / 4)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": "laplacian+warp"}, "unknown kernel 'warp'"),
+        ({"name": "relu+linear", "temperature": 1.0}, "has no temperature"),
+        ({"name": "rbf+linear", "per_feature": True}, "takes no per_feature"),
+        ({"name": "rbf+sum"}, "needs kernels"),
+    ],
+)
+def test_a_sum_by_name_that_cannot_be_says_so(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_kernel(**arguments)
 
 
 def test_sums_of_sums_are_flat():
