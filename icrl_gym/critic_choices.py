@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.transformer import Acceleration
 
-__all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "ZeroValuePolicy"]
+__all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "VariantName", "ZeroValuePolicy"]
 
 CriticName = Literal["in-context", "mlp", "none", "paper", "recurrent"]
+VariantName = Literal[
+    CriticName, "in-context+cross-fit", "in-context+prior", "in-context+cross-fit+prior"
+]  # fmt: skip
+"""What `--critics` compares: critics, and the in-context one with `icrl-gym train`'s ``--cross-fit`` and ``--prior``."""
 
 
 @dataclass
