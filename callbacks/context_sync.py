@@ -8,24 +8,42 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from icrl_gym.callbacks.prior import Prior
 from icrl_gym.callbacks.rollout import RolloutCallback, wrappers_of
-from icrl_gym.callbacks.view import PolicyView
+from icrl_gym.callbacks.view import PolicyView, begin_statistics, is_unread
 from icrl_gym.wrappers import ContextSnapshot
 from stable_baselines3.common.utils import obs_as_tensor
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
 
 from icrl_gym.context import Context
 from icrl_gym.critic import Evaluation
 
-__all__ = ["ContextSyncCallback"]
+__all__ = ["ContextSyncCallback", "Window"]
+
+
+class Window(NamedTuple):
+    """The raw transitions of a context.
+
+    Attributes:
+        filling: The part of the prior that stands in it.
+        snapshots: What each environment has recorded.
+    """
+
+    filling: Context
+    snapshots: list[ContextSnapshot]
+
+    @property
+    def contexts(self) -> list[Context]:
+        """What each environment has recorded, without the rest of its snapshot."""
+        return [snapshot.context for snapshot in self.snapshots]
 
 
 class _Ahead(NamedTuple):
     """The evaluation for the next rollout, which runs beside the update of the last one."""
 
     evaluation: Future[Evaluation]
-    n_changes: list[int]
     view: PolicyView
+    window: Window
 
 
 class ContextSyncCallback(RolloutCallback):
@@ -41,28 +59,39 @@ class ContextSyncCallback(RolloutCallback):
 
     Args:
         verbose: 1 says once that the values of the first rollout are zero.
+        prior: Raw transitions (``Context.from_minari("icrl_gym/reach-v3/low-v0")``, say) that stand in the window until recorded ones
+            fill it, so that the very first rollout has a critic (:class:`~icrl_gym.callbacks.prior.Prior`). They are brought to
+            the policy's view with the statistics of the moment, like all others. A VecNormalize that has seen no step yet first
+            takes its statistics from those that stand in the window, as if it had seen them, so that context and observations
+            are measured alike in the first rollout too; it is the only time that the prior reaches them.
 
     Raises:
-        TypeError: The policy is not an :class:`~icrl_gym.policy.InContextActorCriticPolicy`.
+        TypeError: The policy is not an :class:`~icrl_gym.policy.InContextActorCriticPolicy`; a prior that is no Context.
         ValueError: An environment has no :class:`~icrl_gym.wrappers.RollingContext`; the critic was given another gamma
-            than the algorithm's; something outside RollingContext changes observations, rewards or ends.
+            than the algorithm's; something outside RollingContext changes observations, rewards or ends; a prior of states of
+            another length, or without the one-hot of their task.
 
     Source: DESIGN of this package (``docs/architecture.md``).
     """
 
-    def __init__(self, verbose: int = 0) -> None:
+    def __init__(self, verbose: int = 0, prior: Context | None = None) -> None:
         super().__init__(verbose)
+        self.prior = None if prior is None else Prior(prior)
         self.n_refused = 0
         self.context_fill = 0.0
         self._said_empty = False
         self._rewards = np.zeros(0)
         self._worker: ThreadPoolExecutor | None = None
         self._ahead: _Ahead | None = None
+        self._before: Window | None = None
+        self._after: Window | None = None
 
     def _init_callback(self) -> None:
         super()._init_callback()
         require_rolling_context(self.training_env)
         self.critic.match_gamma(float(self.model.gamma))
+        if self.prior is not None:
+            self.prior.check(self.critic.n_features, self.critic.n_tasks)
 
     def _on_training_start(self) -> None:
         self._ahead = None
@@ -72,14 +101,17 @@ class ContextSyncCallback(RolloutCallback):
         super()._on_rollout_start()
         env, critic = self.training_env, self.critic
         ahead, self._ahead = self._ahead, None
+        self._begin_statistics()
         view = PolicyView(env)
         snapshots = self._snapshots(newest=0)
         self._check_observations(view, snapshots)
-        fresh = [snapshot.n_changes for snapshot in snapshots]
-        if ahead is not None and fresh == ahead.n_changes and view.measures_like(ahead.view):
+        if ahead is not None and _unchanged(ahead.window.snapshots, snapshots) and view.measures_like(ahead.view):
             critic.adopt(ahead.evaluation.result())
+            self._before = ahead.window
         else:
-            critic.condition(pooled(view, self._snapshots()))
+            self._before = self._window(self._snapshots())
+            critic.condition(pooled(view, self._before))
+        self._after = None
         critic.is_synced = True
         self.n_refused = sum(snapshot.n_refused for snapshot in snapshots)
         assert critic.context is not None
@@ -96,15 +128,44 @@ class ContextSyncCallback(RolloutCallback):
     def _on_rollout_end(self) -> None:
         view, snapshots = PolicyView(self.training_env), self._snapshots()
         self._check_transitions(view, snapshots)
+        self._after = window = self._window(snapshots)
         if self._worker is not None and self.num_timesteps < self.model._total_timesteps:
-            evaluation = self._worker.submit(self.critic.evaluate, pooled(view, snapshots))
-            self._ahead = _Ahead(evaluation, [snapshot.n_changes for snapshot in snapshots], view)
+            evaluation = self._worker.submit(self.critic.evaluate, pooled(view, window))
+            self._ahead = _Ahead(evaluation, view, window)
 
     def _on_training_end(self) -> None:
         self.critic.is_synced = False
         if self._worker is not None:
             self._worker.shutdown()
-        self._ahead = self._worker = None
+        self._ahead = self._worker = self._before = self._after = None
+
+    def windows(self) -> tuple[Window, Window]:
+        """What the critic was conditioned on when the rollout began, and what it will be on now that the rollout has ended.
+
+        Raises:
+            RuntimeError: No rollout has ended under this callback.
+        """
+        if self._before is None or self._after is None:
+            raise RuntimeError(
+                "ContextSyncCallback has seen no whole rollout: pass it to `learn` too, before the callbacks that read from it."
+            )
+        return self._before, self._after
+
+    def _window(self, snapshots: list[ContextSnapshot]) -> Window:
+        empty = Context.empty(self.critic.n_features)
+        filling = empty if self.prior is None else self.prior.filling(snapshots, self.critic.n_tasks)
+        return Window(filling, snapshots)
+
+    def _begin_statistics(self) -> None:
+        """Statistics of nothing but the first observations measure neither the prior nor the rollout that comes."""
+        normalize = unwrap_vec_normalize(self.training_env)
+        if self.prior is None or normalize is None or not is_unread(normalize):
+            return
+        filling = self._window(self._snapshots()).filling
+        if len(filling):
+            begin_statistics(normalize, filling)
+            # What the policy acts on first was normalized with the old ones.
+            self.model._last_obs = normalize.normalize_obs(normalize.get_original_obs())
 
     def _snapshots(self, newest: int | None = None) -> list[ContextSnapshot]:
         return self.training_env.env_method("context_snapshot", newest=newest)
@@ -169,9 +230,13 @@ class ContextSyncCallback(RolloutCallback):
         )
 
 
-def pooled(view: PolicyView, snapshots: list[ContextSnapshot]) -> Context:
-    """The transitions of all environments, one after the other, as the policy sees them."""
-    return view.context(Context.cat([snapshot.context for snapshot in snapshots]))
+def pooled(view: PolicyView, window: Window) -> Context:
+    """The transitions of a window, the prior's first and then each environment's, as the policy sees them."""
+    return view.context(Context.cat([window.filling, *window.contexts]))
+
+
+def _unchanged(before: list[ContextSnapshot], now: list[ContextSnapshot]) -> bool:
+    return [snapshot.n_changes for snapshot in before] == [snapshot.n_changes for snapshot in now]
 
 
 def require_rolling_context(env: VecEnv) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from icrl_gym.callbacks.advantage_centering import AdvantageCenteringCallback
 from icrl_gym.callbacks.context_sync import ContextSyncCallback
+from icrl_gym.callbacks.cross_fit import CrossFitCallback
 from icrl_gym.callbacks.td_error import TDErrorCallback
 from stable_baselines3.common.callbacks import CallbackList
+
+from icrl_gym.context import Context
 
 __all__ = ["InContextCallback"]
 
@@ -18,6 +21,9 @@ class InContextCallback(CallbackList):
         log_interval: See :class:`~icrl_gym.callbacks.TDErrorCallback`.
         figure_interval: See :class:`~icrl_gym.callbacks.TDErrorCallback`.
         verbose: As for SB3.
+        cross_fit: Whether advantages are taken from cross-fitted values (:class:`~icrl_gym.callbacks.CrossFitCallback`); at least two
+            environments of each task.
+        prior: See :class:`~icrl_gym.callbacks.ContextSyncCallback`.
 
     Example:
         >>> import gymnasium as gym
@@ -36,9 +42,13 @@ class InContextCallback(CallbackList):
         log_interval: int = 1,
         figure_interval: int | None = 50_000,
         verbose: int = 0,
+        cross_fit: bool = False,
+        prior: Context | None = None,
     ) -> None:
-        self.sync = ContextSyncCallback(verbose)
+        self.sync = ContextSyncCallback(verbose, prior)
+        self.cross_fit = CrossFitCallback(self.sync, verbose=verbose) if cross_fit else None
         self.centering = AdvantageCenteringCallback(verbose)
         self.td_error = TDErrorCallback(log_interval, figure_interval, verbose) if monitor else None
-        # The monitor after centering: it reads returns that are free of the offset.
-        super().__init__([self.sync, self.centering, *([self.td_error] if self.td_error else [])])
+        # Centering after the values that it is to center; the monitor after both: it reads returns that are free of the offset.
+        parts = (self.sync, self.cross_fit, self.centering, self.td_error)
+        super().__init__([part for part in parts if part is not None])

@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import VecEnvWrapper
 from icrl_gym.critic import InContextCritic
 from icrl_gym.policy import InContextActorCriticPolicy
 
-__all__ = ["RolloutCallback"]
+__all__ = ["RolloutCallback", "flat_observations"]
 
 
 class RolloutCallback(BaseCallback):
@@ -36,6 +36,7 @@ class RolloutCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         self._ends, self._terminated = [], []
+        self.policy.cross_fitted = None
 
     def _on_step(self) -> bool:
         ends = np.array(self.locals["dones"], bool)
@@ -77,12 +78,17 @@ class RolloutCallback(BaseCallback):
         return self.model.rollout_buffer
 
     def value_offsets(self) -> np.ndarray:
-        """(n_steps, n_envs): what the critic's values of this rollout carry too much, b of each step's task."""
+        """(n_steps, n_envs): what the buffer's values of this rollout carry too much, b of each step's task.
+
+        Cross-fitted values carry none.
+        """
         shape = self.buffer.values.shape
+        if self.policy.cross_fitted is not None:
+            return np.zeros(shape)
         if self.critic.n_tasks == 1:
             return np.full(shape, float(self.critic.offset))
         with torch.no_grad():
-            states = self.policy.critic_states(_flat_observations(self))
+            states = self.policy.critic_states(flat_observations(self))
             return self.critic.offsets(states).cpu().numpy().reshape(shape)
 
     def rollout_td_errors(self) -> np.ndarray:
@@ -92,8 +98,10 @@ class RolloutCallback(BaseCallback):
         """
         buffer, gamma = self.buffer, float(self.model.gamma)
         values = buffer.values.astype(np.float64)
-        last = self.locals["values"]  # of the observation after the rollout
-        following = np.concatenate([values[1:], last.detach().cpu().numpy().reshape(1, -1).astype(np.float64)])
+        last = self.policy.cross_fitted  # of the observation after the rollout
+        if last is None:
+            last = self.locals["values"].detach().cpu().numpy()
+        following = np.concatenate([values[1:], last.reshape(1, -1).astype(np.float64)])
         literal = buffer.rewards + gamma * ~self.ends * following - values
         return literal + self.value_offsets() * (1.0 - gamma * ~self.terminated)
 
@@ -116,7 +124,7 @@ def require_in_context_policy(callback: BaseCallback) -> None:
         )
 
 
-def _flat_observations(callback: RolloutCallback) -> torch.Tensor | dict[str, torch.Tensor]:
+def flat_observations(callback: RolloutCallback) -> torch.Tensor | dict[str, torch.Tensor]:
     """The observations of the rollout, steps and environments flattened to one dimension, on the policy's device."""
     observations = callback.buffer.observations
     space = callback.policy.observation_space

@@ -8,9 +8,10 @@ from gymnasium import spaces
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize, unwrap_vec_normalize
 
+from icrl_gym.algorithms import goes_on
 from icrl_gym.context import Context
 
-__all__ = ["PolicyView"]
+__all__ = ["PolicyView", "begin_statistics", "is_unread"]
 
 
 class PolicyView:
@@ -78,6 +79,39 @@ class PolicyView:
             # In SB3's buffer, which is float32, a larger reward is infinite.
             context.mask.numpy() & (np.abs(rewards) <= np.finfo(np.float32).max),
         )
+
+
+def is_unread(normalize: VecNormalize) -> bool:
+    """Whether VecNormalize is to take statistics and has seen no step yet (the first observations it may have)."""
+    # It counts from a small number on, so that nothing is divided by zero.
+    return normalize.training and float(normalize.ret_rms.count) < 1.0
+
+
+def begin_statistics(normalize: VecNormalize, context: Context) -> None:
+    """Let VecNormalize take its statistics from raw transitions, as if it had seen them.
+
+    Its reward statistics are those of discounted sums of the rewards so far; where a transition does not go on from the one
+    before, a new sum begins.
+
+    Args:
+        normalize: Changed in place.
+        context: Raw transitions, oldest first.
+    """
+    states, rewards = context.states.numpy(), context.rewards.numpy()
+    if normalize.norm_obs:
+        space, statistics, start = normalize.observation_space, normalize.obs_rms, 0
+        spaces_of = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        for key, part in spaces_of.items():
+            size = spaces.flatdim(part)
+            rms = statistics.get(key) if isinstance(statistics, dict) else statistics
+            if rms is not None:
+                rms.update(states[:, start : start + size].reshape(len(states), *(part.shape or ())))
+            start += size
+    follows = np.roll(goes_on(context).numpy(), 1)  # the last one never goes on, so the first one never follows
+    returns = np.zeros(len(rewards))
+    for index, reward in enumerate(rewards):
+        returns[index] = reward + (normalize.gamma * returns[index - 1] if follows[index] else 0.0)
+    normalize.ret_rms.update(returns)
 
 
 def _as_float32(states: np.ndarray) -> np.ndarray:

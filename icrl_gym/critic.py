@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +221,7 @@ class InContextCritic(nn.Module):
         context = context.to(self.transformer.gamma.device, self.transformer.gamma.dtype)
         context = context[context.mask]
         if self.n_tasks > 1:
-            task = self._task(context.states)
+            task = self.tasks_of(context.states)
             context = Context.stack([context[task == t] for t in range(self.n_tasks)])
         mean, scale = standardization(context.states, context.mask) if self.standardize else _unit(context.states)
         context = Context(
@@ -316,12 +317,32 @@ class InContextCritic(nn.Module):
         return torch.tensor(values, dtype=self.centers.dtype)
 
     @torch.no_grad()
+    def values_of(self, evaluation: Evaluation, observations: Float[Tensor, "m d"]) -> Float[Tensor, m]:
+        """V of an evaluation that need not be taken over, without the offset; the critic's own values stay as they are.
+
+        Args:
+            evaluation: Of :meth:`evaluate`.
+            observations: (m, d), as for :meth:`forward`.
+
+        Returns:
+            (m,), in the reward units of the algorithm.
+        """
+
+        def values(states: Tensor) -> Tensor:
+            return evaluation.value((states - evaluation.mean) / evaluation.scale)
+
+        return self._by_task(values, observations.to(evaluation.mean))
+
+    @torch.no_grad()
     def _evaluate(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, m]:
-        states = observations.to(self.centers)
+        return self._by_task(self._values, observations.to(self.centers))
+
+    def _by_task(self, values: Callable[[Tensor], Tensor], states: Float[Tensor, "m d"]) -> Float[Tensor, m]:
+        """The values of states, each by its own task's value function, of a function that takes the tasks as a batch."""
         if self.n_tasks == 1:
-            return self._values(states)
+            return values(states)
         # Rows are laid out one task a line, for one batched evaluation whatever the number of tasks.
-        task = self._task(states)
+        task = self.tasks_of(states)
         order = torch.argsort(task, stable=True)
         counts = torch.bincount(task, minlength=self.n_tasks)
         first = counts.cumsum(0) - counts
@@ -329,13 +350,13 @@ class InContextCritic(nn.Module):
         slot[order] = torch.arange(len(task), device=task.device) - first[task[order]]
         grid = states.new_zeros(self.n_tasks, int(counts.max()) if len(task) else 0, self.n_features)
         grid[task, slot] = states
-        return self._values(grid)[task, slot]
+        return values(grid)[task, slot]
 
     def offsets(self, observations: Float[Tensor, "m d"]) -> Float[Tensor, m]:
         """What :meth:`forward` adds to the value of each observation: b of its task."""
         if self.n_tasks == 1:
             return self.offset.expand(len(observations))
-        return self.offset[self._task(observations)]
+        return self.offset[self.tasks_of(observations)]
 
     def td_error_by_depth(self, depths: tuple[int, ...] = (0, 1, 2, 4, 8, 16, 32, 64)) -> dict[float, float]:
         """Root mean square TD error of the context after so many layers.
@@ -371,7 +392,8 @@ class InContextCritic(nn.Module):
         mask = None if self.kernel.positive_definite else self.center_mask
         return expand(self.kernel, self.centers, mask, self.coefficients, states) + self.constant
 
-    def _task(self, states: Float[Tensor, "m d"]) -> Tensor:
+    def tasks_of(self, states: Float[Tensor, "m d"]) -> Tensor:
+        """The number of the task that each state shows, (m,); 0 where there is only one."""
         # The largest entry, not the entry equal to 1: VecNormalize rescales the one-hot but keeps its order.
         return states[..., -self.n_tasks :].argmax(-1)
 

@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.transformer import Acceleration
 
-__all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "ZeroValuePolicy"]
+__all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "VariantName", "ZeroValuePolicy"]
 
 CriticKernel = Literal[
     "laplacian+linear", "matern+linear", "rbf+linear",
     "laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear",
 ]  # fmt: skip
 CriticName = Literal["in-context", "mlp", "none", "paper", "recurrent"]
+VariantName = Literal[
+    CriticName, "in-context+cross-fit", "in-context+prior", "in-context+cross-fit+prior"
+]  # fmt: skip
+"""What `--critics` compares: critics, and the in-context one with `icrl-gym train`'s ``--cross-fit`` and ``--prior``."""
 
 
 @dataclass

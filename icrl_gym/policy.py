@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -66,6 +67,9 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         **kwargs: Any,
     ) -> None:
         _refuse_images(observation_space)
+        # (n_envs,): the cross-fitted values of what follows the rollout, while the rollout buffer holds such values (without
+        # the offset); None: it holds the critic's own. A matter of one rollout, never saved.
+        self.cross_fitted: np.ndarray | None = None
         self.critic_kwargs = dict(critic_kwargs or {})
         if isinstance(observation_space, spaces.Dict):
             kwargs.setdefault("features_extractor_class", CombinedExtractor)

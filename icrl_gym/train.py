@@ -35,6 +35,9 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 from torch.utils.tensorboard import SummaryWriter
 
 from icrl_gym.callbacks import InContextCallback
+from icrl_gym.callbacks.cross_fit import require_other_environments
+from icrl_gym.callbacks.prior import Prior
+from icrl_gym.context import Context
 from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName, ZeroValuePolicy
 from icrl_gym.evaluation import EvaluationCallback, evaluation_seed
 from icrl_gym.plots import learning_curves
@@ -90,6 +93,8 @@ class RunOptions:
     """Environment steps between evaluations on held-out goals; 0: none. Default: none in train, a sixth of the run in benchmark."""
     eval_episodes: int = 10
     """Episodes of each task in an evaluation."""
+    root: str | None = None
+    """Where data sets are (None: Minari's own folder)."""
     verbose: int = 0
     """1: SB3's tables."""
 
@@ -103,6 +108,11 @@ class TrainConfig(RunOptions):
     critic: CriticName = "in-context"
     """The in-context critic, which is never trained; SB3's learned value network (mlp); the value zero (none); the paper's 20 layers
     (paper); or sb3-contrib's recurrent PPO (recurrent)."""
+    cross_fit: bool = False
+    """Take advantages from values that, for each environment, are fitted on what the others met in the same rollout as well."""
+    prior: tuple[str, ...] = ()
+    """A Minari data set whose newest transitions stand in the context until recorded ones fill it; of several tasks one each, in the
+    order of --env."""
     seed: int = 0
     """Of environments, networks and actions."""
     run_dir: str | None = None
@@ -118,10 +128,18 @@ class TrainConfig(RunOptions):
             self.n_envs = n_tasks * math.ceil(4 / n_tasks)
         if self.eval_freq is None:
             self.eval_freq = 0
+        self.prior = tuple(name for names in self.prior for name in names.split(",") if name)
+        if self.root is not None:
+            self.root = str(Path(self.root).expanduser().absolute())  # a run may be resumed from elsewhere
 
     def label(self) -> str:
         """A name for the run."""
-        return f"{'+'.join(self.env)}-{self.critic}-seed{self.seed}"
+        return f"{'+'.join(self.env)}-{self.variant}-seed{self.seed}"
+
+    @property
+    def variant(self) -> str:
+        """The critic with what is added to it, by the name that `icrl-gym benchmark --critics` takes."""
+        return self.critic + "+cross-fit" * self.cross_fit + "+prior" * bool(self.prior)
 
 
 def train(config: TrainConfig) -> Path:
@@ -187,8 +205,11 @@ class TrainingRun:
         self.config = config
         self.done = self.folder.finished and self.folder.status.get("timesteps", 0) >= config.total_timesteps
         if not self.done:
+            self.prior = _prior(config)
             self.env = make_training_env(config)
             try:
+                if self.prior is not None:
+                    Prior(self.prior).check(spaces.flatdim(self.env.observation_space), len(config.env))
                 self.model = self._make_model()
             except BaseException:
                 self.env.close()
@@ -220,7 +241,7 @@ class TrainingRun:
         start, steps_before = time.perf_counter(), model.num_timesteps
         parts: list[BaseCallback] = []
         if CRITICS[config.critic].in_context:
-            parts.append(InContextCallback(verbose=config.verbose))
+            parts.append(InContextCallback(verbose=config.verbose, cross_fit=config.cross_fit, prior=self.prior))
         interruption = _Interruption()
         recorder = _RunCallback(folder, config.checkpoint_freq, interruption)
         evaluation = EvaluationCallback(
@@ -262,7 +283,7 @@ class TrainingRun:
         episodes = folder.read_episodes()
         points = [e.timesteps for e in episodes], [e.episode_return for e in episodes]
         learning_curves(
-            {f"PPO, {config.critic} critic": [points]}, folder.path / "learning_curve.png", " + ".join(config.env)
+            {f"PPO, {config.variant} critic": [points]}, folder.path / "learning_curve.png", " + ".join(config.env)
         )
         folder.update_status(
             status="finished",
@@ -323,6 +344,30 @@ def _recurrent_ppo() -> Any:
             "--critic recurrent is sb3-contrib's RecurrentPPO, which is not installed: pip install sb3-contrib."
         ) from None
     return RecurrentPPO
+
+
+def _prior(config: TrainConfig) -> Context | None:
+    """The transitions of the data sets that a run begins with; those of several tasks with the one-hot of theirs."""
+    if not config.prior:
+        return None
+    contexts = [Context.from_minari(name, root=config.root) for name in config.prior]
+    n_tasks = len(config.env)
+    if n_tasks == 1:
+        return contexts[0]
+    widths = {context.n_features for context in contexts}
+    if len(widths) > 1:
+        raise ValueError(
+            f"--prior: the states of these data sets have {', '.join(map(str, sorted(widths)))} entries, and the tasks of one run "
+            f"have equally many. Take data sets of the tasks of --env."
+        )
+    return Context.cat([_with_code(context, task, n_tasks) for task, context in enumerate(contexts)])
+
+
+def _with_code(context: Context, task: int, n_tasks: int) -> Context:
+    """A context of one task, with the one-hot of the task at the end of its states."""
+    code = torch.eye(n_tasks, dtype=context.states.dtype)[task].expand(len(context), n_tasks)
+    states, next_states = (torch.cat([part, code], -1) for part in (context.states, context.next_states))
+    return Context(states, context.rewards, next_states, context.terminated, context.truncated, context.mask)
 
 
 def make_training_env(config: TrainConfig) -> VecEnv:
@@ -454,6 +499,19 @@ def _validate(config: TrainConfig) -> None:
         )
     if not CRITICS[config.critic].takes_options and config.critic_options != CriticConfig():
         raise ValueError(f"--critic {config.critic} takes none of the in-context critic's settings; leave them out.")
+    if not CRITICS[config.critic].in_context:
+        for name in ("cross_fit", "prior"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} belongs to an in-context critic, and --critic {config.critic} is none; leave it out."
+                )
+    if config.cross_fit:
+        require_other_environments(config.n_envs // len(config.env), len(config.env))
+    if config.prior and len(config.prior) != len(config.env):
+        raise ValueError(
+            f"--prior takes one data set for each task, in the order of --env: expected {len(config.env)}, got {len(config.prior)} "
+            f"({' '.join(config.prior)})."
+        )
     if config.critic == "recurrent":
         _recurrent_ppo()
     config.critic_options.critic_kwargs()
@@ -478,7 +536,7 @@ def _resumed(wanted: TrainConfig, given: Collection[str] | None) -> tuple[RunFol
     stored = folder.config
     try:
         stored["critic_options"] = CriticConfig(**stored["critic_options"])
-        stored["env"] = tuple(stored["env"])
+        stored["env"], stored["prior"] = tuple(stored["env"]), tuple(stored.get("prior", ()))
         config = TrainConfig(**stored)
     except (KeyError, TypeError) as error:
         raise ValueError(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -139,6 +140,61 @@ def test_an_interruption_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert f"--resume {path}" in capsys.readouterr().err
     assert RunFolder(path).status["status"] == "interrupted"
     assert [p.name for p in RunFolder(path).checkpoints] == ["step_0000000512"]
+
+
+@pytest.fixture
+def pendulum_data(tmp_path):
+    """A Minari data set of a random policy on Pendulum, and its folder."""
+    minari = pytest.importorskip("minari")
+    import gymnasium as gym
+    from minari.data_collector import EpisodeBuffer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "data"))
+        env, buffers = gym.make("Pendulum-v1"), []
+        env.action_space.seed(0)
+        for seed in range(2):
+            actions = [env.action_space.sample() for _ in range(200)]
+            first = env.reset(seed=seed)[0]
+            observations, rewards, terminations, truncations, _ = zip(*map(env.step, actions), strict=True)
+            buffers.append(
+                EpisodeBuffer(
+                    observations=np.array([first, *observations]), actions=np.array(actions), rewards=np.array(rewards),
+                    terminations=np.array(terminations), truncations=np.array(truncations),
+                )
+            )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Minari asks for an author and a permalink
+            minari.create_dataset_from_buffers("pendulum/random-v0", buffers, env=env)
+        env.close()
+    return "pendulum/random-v0", str(tmp_path / "data")
+
+
+def test_a_run_with_a_prior_and_cross_fitting_is_named_so_and_can_be_resumed(tmp_path, pendulum_data, capsys):
+    name, root = pendulum_data
+    options = {"cross_fit": True, "prior": (name,), "root": root, "context_rollouts": 4}
+    run = TrainingRun(small(tmp_path / "run", **options, total_timesteps=256))
+    assert len(run.prior) == 400 and run.config.label() == "Pendulum-v1-in-context+cross-fit+prior-seed0"
+    run.learn()
+    critic = run.model.policy.critic
+    assert int(critic.context.mask.sum()) == 400  # of a window of 1024
+    assert run.folder.config["prior"] == [name] and run.folder.config["cross_fit"] is True
+    again = TrainingRun(TrainConfig(resume=str(tmp_path / "run"), total_timesteps=512))
+    assert again.prior == run.prior and again.config.cross_fit and again.config.root == root
+    again.learn()
+    assert int(again.model.policy.critic.context.mask.sum()) == 656 and again.folder.finished
+    for arguments, message in (
+        (["--critic", "mlp", "--cross-fit"], "--cross-fit belongs to an in-context critic"),
+        (["--critic", "none", "--prior", name], "--prior belongs to an in-context critic"),
+        (["--cross-fit", "--n-envs", "1"], "at least 2 environments; got 1"),
+        (["--prior", name, name, "--root", root], "expected 1, got 2"),
+        (["--prior", "no/such-v0", "--root", root], "no Minari dataset 'no/such-v0'"),
+        (["--env", "MountainCarContinuous-v0", "--prior", name, "--root", root], "states of prior have 3 entries"),
+    ):
+        env = [] if "--env" in arguments else ["--env", "Pendulum-v1"]
+        assert main(["train", *env, "--run-dir", str(tmp_path / "x"), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_settings_reach_the_critic(tmp_path):

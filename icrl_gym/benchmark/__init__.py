@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from icrl_gym.benchmark.report import write_report
-from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName
+from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName, VariantName
 from icrl_gym.parallel import completed, spawned
 from icrl_gym.runs import RunFolder
 from icrl_gym.train import RunOptions, TrainConfig, TrainingRun, final_return, train
@@ -24,8 +26,10 @@ class BenchmarkConfig(RunOptions):
 
     envs: tuple[str, ...] = ("Pendulum-v1",)
     """Meta-World tasks or Gymnasium ids, each an experiment of its own; tasks joined by commas are one experiment."""
-    critics: tuple[CriticName, ...] = ("in-context", "mlp")
-    """What to compare (docs/benchmark.md); settings of the critic are those of in-context."""
+    critics: tuple[VariantName, ...] = ("in-context", "mlp")
+    """What to compare (docs/benchmark.md); settings of the critic are those of in-context, whatever is added to it."""
+    prior: tuple[str, ...] = ()
+    """For in-context+prior: a Minari data set for each of --envs, in the same order; joined by commas where tasks are."""
     seeds: int = 3
     """Runs of each critic on each environment, with seeds 0, 1, ..."""
     jobs: int = 2
@@ -41,10 +45,15 @@ class BenchmarkConfig(RunOptions):
         if self.eval_freq is None:
             shared["eval_freq"] = max(1, self.total_timesteps // 6)
         configs = []
-        for env in self.envs:
+        for env, data in zip(self.envs, self.prior or ("",) * len(self.envs), strict=True):
             for seed in range(self.seeds):
-                for critic in self.critics:
-                    config = TrainConfig(**shared, env=(env,), critic=critic, seed=seed)
+                for variant in self.critics:
+                    name, *added = variant.split("+")
+                    critic = cast(CriticName, name)
+                    prior = (data,) if "prior" in added else ()
+                    config = TrainConfig(
+                        **shared, env=(env,), critic=critic, cross_fit="cross-fit" in added, prior=prior, seed=seed
+                    )
                     config.run_dir = str(Path(self.out) / "runs" / _file_name(config.label()))
                     if not CRITICS[critic].takes_options:
                         config.critic_options = CriticConfig()
@@ -73,15 +82,21 @@ def benchmark(config: BenchmarkConfig) -> Path:
         given = getattr(config, name)
         if not given or len(set(given)) < len(given):
             raise ValueError(f"--{name} needs at least one name, and each once; got {' '.join(given) or 'none'}.")
+    with_prior = [name for name in config.critics if "+prior" in name]
+    if len(config.prior) != (len(config.envs) if with_prior else 0):
+        raise ValueError(
+            f"--prior takes one data set for each of --envs where --critics has one with +prior, and none otherwise; got "
+            f"{len(config.prior)} for {len(config.envs)} and {' '.join(config.critics)}."
+        )
     configs = config.runs()
     missing: dict[str, TrainConfig] = {}
     tried = set()
     for run in configs:
         folder = RunFolder(str(run.run_dir))
         if not (folder.path / "config.json").is_file():
-            if (run.env, run.critic) not in tried and not config.report_only:
+            if (run.env, run.variant) not in tried and not config.report_only:
                 # Made once here: what is wrong is said before anything runs.
-                tried.add((run.env, run.critic))
+                tried.add((run.env, run.variant))
                 TrainingRun(dataclasses.replace(run, vec_env="dummy")).env.close()
             missing[run.label()] = run
             continue
@@ -114,12 +129,12 @@ def _file_name(label: str) -> str:
 
 def _require_same(run: TrainConfig, folder: RunFolder) -> None:
     # A run made before a setting existed had its default.
-    stored, wanted = {**dataclasses.asdict(TrainConfig()), **folder.config}, dataclasses.asdict(run)
-    free = {"resume", "run_dir", "checkpoint_freq", "verbose"}
+    defaults, wanted = (json.loads(json.dumps(dataclasses.asdict(c))) for c in (TrainConfig(), run))
+    stored = {**defaults, **folder.config}
+    free = {"resume", "run_dir", "checkpoint_freq", "verbose", "root"}
     if not CRITICS[run.critic].in_context:
         free |= {"context_rollouts", "critic_options"}  # it has none
     for name, value in wanted.items():
-        value = list(value) if isinstance(value, tuple) else value
         if name not in free and stored[name] != value:
             raise ValueError(
                 f"{folder.path} holds a run with --{name.replace('_', '-')} {stored[name]!r}, not {value!r}. "

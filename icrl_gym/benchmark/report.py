@@ -128,7 +128,7 @@ def write_report(out: Path, envs: Sequence[str], critics: Sequence[str], runs: S
             missing.append(f"- {run.label()}: {_state(folder)}")
             continue
         env = next(env for env in envs if TrainConfig(env=(env,)).env == run.env)
-        results[env, run.critic].append(read_result(folder))
+        results[env, run.variant].append(read_result(folder))
         held_out.append(bool(folder.read_evaluations()))
     evaluated = bool(held_out) and all(held_out)
     rows = [_row(env, critic, found) for (env, critic), found in results.items() if found]

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from icrl_gym.advantages import generalized_advantages
+from icrl_gym.callbacks.cross_fit import deal, fold
 from icrl_gym.context import Context
 from icrl_gym.critic_benchmark.recording import LAG, Recording
 from icrl_gym.critic_benchmark.settings import LEARNED, TRUTH, ZERO, Setting
@@ -77,10 +78,9 @@ def critic_values(recording: Recording, k: int, setting: Setting) -> tuple[Array
     # At the rollout's end, with the statistics of that moment.
     view = recording.view(k + 1)
     within = [recording.transitions(env, rows.start, rows.stop) for env in range(n_envs)]
-    for env in range(n_envs):
-        parts = [part for e in range(n_envs) for part in (before[e], within[e]) if e != env or part is before[e]]
-        critic.condition(view.context(Context.cat(parts)))
-        evaluate(slice(env, env + 1))
+    for held_out in deal([0] * n_envs):
+        critic.condition(view.context(Context.cat(fold(before, within, held_out))))
+        evaluate(held_out)
     return values, next_values, offsets
 
 
