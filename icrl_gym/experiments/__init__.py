@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from icrl_gym.experiments.all_domains import all_domains, any_context
+from icrl_gym.experiments.all_domains import all_domains
+from icrl_gym.experiments.any_context import any_context
 from icrl_gym.experiments.boyan import boyan
 from icrl_gym.experiments.config import SEMI_GRADIENT, ReproduceConfig
 from icrl_gym.experiments.offset import offset

@@ -1,7 +1,8 @@
-"""One set of weights for all fifty domains of Meta-World: constructions side by side, and how far the adaptive one can be pushed."""
+"""One set of weights for all fifty domains of Meta-World: constructions side by side."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import Any
@@ -26,7 +27,7 @@ from icrl_gym.pretraining import PretrainConfig, recorded, scaled, train_step_si
 from icrl_gym.td_loss import mean_squared_reward, td_errors
 from icrl_gym.transformer import InContextTransformer
 
-__all__ = ["all_domains", "any_context"]
+__all__ = ["all_domains"]
 
 EPISODES, STEPS = 14, 500
 """Goals of a data set, of which the first half trains, and steps of each."""
@@ -38,11 +39,16 @@ CONSTRUCTIONS = ("paper", "row_sum", "adaptive", "adaptive fixed point", "TD fix
 GAMMAS = (0.9, 0.99)
 
 
-def _transitions(task: str, level: str, train: bool, sizes: dict[str, Any]) -> Transitions:
+def transitions_of(task: str, level: str, train: bool, sizes: dict[str, Any]) -> Transitions:
     """The goals that train or are held out, with scaled rewards."""
     half = sizes["episodes"] // 2
-    episodes = range(half) if train else range(half, sizes["episodes"])
-    return scaled(load_transitions(dataset_id(task, level), episodes=episodes, root=sizes["root"]), REWARD_SCALE)
+    return _read(task, level, range(half) if train else range(half, sizes["episodes"]), sizes["root"])
+
+
+# Reading a file takes longer than a small cell: a process meets the same few again and again.
+@functools.lru_cache(maxsize=200)
+def _read(task: str, level: str, episodes: range, root: str | None) -> Transitions:
+    return scaled(load_transitions(dataset_id(task, level), episodes=episodes, root=root), REWARD_SCALE)
 
 
 def draw(
@@ -91,7 +97,7 @@ def weights_cell(
     Returns:
         ``temperature`` and ``step_sizes``, or ``bandwidths`` and ``ridges``, and the ``losses`` on the way.
     """
-    data = _transitions(domain, "high", True, sizes)
+    data = transitions_of(domain, "high", True, sizes)
     first = np.flatnonzero(np.diff(data.episode, prepend=-1))
     position = np.arange(len(data)) - np.repeat(first, np.diff(np.append(first, len(data))))
     kept = position < MOVING
@@ -136,7 +142,7 @@ def network_cell(
         Of each context, the normalized held-out TD ``losses`` after each of ``steps`` (NaN without any reward), and the
         ``correlation`` of V with the true returns of the queries at the end.
     """
-    batch, queries, _, asked_returns = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 0, gamma)
+    batch, queries, _, asked_returns = draw(transitions_of(task, level, False, sizes), n, QUERIES, count, 0, gamma)
     fitted = fit_networks(batch, queries, gamma, steps)
     return {
         "steps": fitted.steps,
@@ -157,7 +163,9 @@ def compare_cell(
         returns of the queries, and ``seconds`` of conditioning and evaluation a context; and the seconds a context that one step
         of the MLP takes, measured beside them.
     """
-    batch, queries, returns, asked_returns = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 0, gamma)
+    batch, queries, returns, asked_returns = draw(
+        transitions_of(task, level, False, sizes), n, QUERIES, count, 0, gamma
+    )
     scale = mean_squared_reward(queries)
     result: dict[str, Any] = {}
 
@@ -188,7 +196,7 @@ def compare_cell(
             given = Context(batch.states, returns, batch.next_states, torch.ones_like(batch.terminated))
         else:
             transformer = build(name, weights[name.removesuffix(" fixed point")], gamma)
-        errors, values = _evaluate(transformer, given, asked, gamma)
+        errors, values = evaluate(transformer, given, asked, gamma)
         keep(name, errors, values, time.perf_counter() - start)
         if name == "adaptive":
             with torch.enable_grad():
@@ -201,8 +209,10 @@ def _joined(compared: dict[str, Any], networks: dict[str, Any]) -> dict[str, Any
     """The result of :func:`compare_cell` with its MLP, and the time until that had the adaptive transformer's loss."""
     losses = torch.tensor(networks["losses"], dtype=torch.float64)
     # A loss of the batch, as the batch takes the time.
-    goal = _median(compared["adaptive"]["loss"])
-    reached = [step for step, loss in zip(networks["steps"], losses.T.tolist(), strict=True) if _median(loss) <= goal]
+    goal = known_median(compared["adaptive"]["loss"])
+    reached = [
+        step for step, loss in zip(networks["steps"], losses.T.tolist(), strict=True) if known_median(loss) <= goal
+    ]
     steps = reached[0] if reached else math.inf
     mlp = {
         "loss": losses[:, -1].tolist(),
@@ -218,7 +228,7 @@ def _moved(part: Context, mean: Tensor, spread: Tensor) -> Context:
     return Context(states, part.rewards, following, part.terminated, part.truncated, part.mask)
 
 
-def _evaluate(
+def evaluate(
     transformer: InContextTransformer | AdaptiveTransformer, batch: Context, queries: Context, gamma: float
 ) -> tuple[Tensor, Tensor]:
     """TD errors and values of the queries; infinite errors for a context on which the layers overflow."""
@@ -232,7 +242,7 @@ def _evaluate(
     except FloatingPointError:
         if len(batch.rewards) == 1:
             return torch.full_like(queries.rewards, math.inf), torch.full_like(queries.rewards, math.nan)
-    parts = [_evaluate(transformer, batch[i : i + 1], queries[i : i + 1], gamma) for i in range(len(batch.rewards))]
+    parts = [evaluate(transformer, batch[i : i + 1], queries[i : i + 1], gamma) for i in range(len(batch.rewards))]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
@@ -243,33 +253,9 @@ def _correlation(values: Tensor, returns: Tensor) -> Tensor:
     return torch.where(size > 0, (a * b).sum(-1) / torch.where(size > 0, size, 1.0), math.nan)
 
 
-@torch.no_grad()
-def any_context_cell(
-    weights: dict[str, Any], level: str, tasks: list[str], gamma: float, n: int, count: int, sizes: dict[str, Any]
-) -> dict[str, Any]:
-    """The adaptive transformer on all tasks of a noise level, with contexts of n transitions.
-
-    Returns:
-        Of each task, the median over its contexts of the held-out ``loss`` and of the best constant's, and whether all is ``finite``.
-    """
-    transformer = build("adaptive", weights, gamma)
-    rows = {}
-    for task in tasks:
-        batch, queries, _, _ = draw(_transitions(task, level, False, sizes), n, QUERIES, count, 1, gamma)
-        errors, values = _evaluate(transformer, batch, queries, gamma)
-        scale = mean_squared_reward(queries)
-        constant = queries.rewards - queries.rewards.mean(-1, keepdim=True)
-        rows[task] = {
-            "loss": _median((errors.square().mean(-1) / scale).tolist()),
-            "constant": _median((constant.square().mean(-1) / scale).tolist()),
-            "finite": bool(torch.isfinite(values).all()),
-        }
-    return rows
-
-
-def _data(config: ReproduceConfig, tasks: list[str], levels: list[str]) -> dict[str, Any]:
+def collected(config: ReproduceConfig, tasks: list[str], levels: list[str]) -> dict[str, Any]:
     sizes = {"episodes": config.size(EPISODES, 4), "steps": config.size(STEPS, 220), "root": config.root}
-    domains = tuple(dict.fromkeys([*tasks, *_training_domains(config)]))
+    domains = tuple(dict.fromkeys([*tasks, *training_domains(config)]))
     wanted = tuple(dict.fromkeys([*levels, "high"]))
     recorded(
         CollectConfig(domains, wanted, **sizes, jobs=config.jobs),  # type: ignore[arg-type]
@@ -278,19 +264,19 @@ def _data(config: ReproduceConfig, tasks: list[str], levels: list[str]) -> dict[
     return sizes
 
 
-def _training_domains(config: ReproduceConfig) -> list[str]:
+def training_domains(config: ReproduceConfig) -> list[str]:
     return list(PAPER_DOMAINS if not config.quick else PAPER_DOMAINS[:1])
 
 
-def _cells(config: ReproduceConfig) -> tuple[list[str], list[str]]:
+def cells_of(config: ReproduceConfig) -> tuple[list[str], list[str]]:
     """Tasks and noise levels."""
     return (list(TASKS), list(NOISE_LEVELS)) if not config.quick else (["reach-v3", "drawer-close-v3"], ["high"])
 
 
 def all_domains(config: ReproduceConfig) -> Report:
     """Weights trained on pick-place alone, on every task and noise level, beside what fits each context anew."""
-    tasks, levels = _cells(config)
-    sizes = _data(config, tasks, levels)
+    tasks, levels = cells_of(config)
+    sizes = collected(config, tasks, levels)
     kinds = ("paper", "row_sum", "adaptive")
     keys = [(kind, gamma) for kind in kinds for gamma in GAMMAS]
     iterations = {"paper": config.size(200, 5), "row_sum": config.size(200, 5), "adaptive": config.size(20, 2)}
@@ -307,7 +293,7 @@ def all_domains(config: ReproduceConfig) -> Report:
     cells = [
         {
             "task": task, "level": level, "gamma": gamma, "n": 100, "count": config.size(8, 2), "sizes": sizes,
-            "weights": {kind: _numbers(weights[kind, gamma]) for kind in kinds},
+            "weights": {kind: numbers_of(weights[kind, gamma]) for kind in kinds},
         }
         for task, level, gamma in where
     ]  # fmt: skip
@@ -323,11 +309,11 @@ def all_domains(config: ReproduceConfig) -> Report:
     for (task, level, gamma), result in results.items():
         row: dict[str, Any] = {"task": task, "noise": level, "gamma": gamma}
         for name in names:
-            row[name] = _median(result[name]["loss"])
+            row[name] = known_median(result[name]["loss"])
         row["adaptive 95% low"], row["adaptive 95% high"] = _interval_of_the_median(result["adaptive"]["loss"])
-        row["MLP at its best"] = _median(result["MLP"]["best"])
+        row["MLP at its best"] = known_median(result["MLP"]["best"])
         for name in CONSTRUCTIONS:
-            row[f"correlation, {name}"] = _median(result[name]["correlation"])
+            row[f"correlation, {name}"] = known_median(result[name]["correlation"])
         row["MLP's time to the adaptive loss / adaptive time"] = (
             result["MLP"]["seconds to the adaptive loss"] / result["adaptive"]["seconds"]
         )
@@ -343,11 +329,11 @@ def all_domains(config: ReproduceConfig) -> Report:
     )
 
 
-def _numbers(weights: dict[str, Any]) -> dict[str, Any]:
+def numbers_of(weights: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in weights.items() if name != "losses"}
 
 
-def _median(values: list[float]) -> float:
+def known_median(values: list[float]) -> float:
     # Of an even number, the mean of the two in the middle; torch has the lower one.
     known = [value for value in values if not math.isnan(value)]
     return float(np.median(known)) if known else math.nan
@@ -420,65 +406,3 @@ def _heat_map(rows: list[dict[str, Any]], gamma: float) -> Any:
     axes.set_xlabel(f"noise level (low, medium, high); gamma {gamma:g}, contexts of 100 transitions")
     figure.colorbar(picture, ax=axes, label="log10 of the held-out TD loss (0: the value zero)")
     return figure
-
-
-def any_context(config: ReproduceConfig) -> Report:
-    """The adaptive transformer trained on each of five domains with several seeds, on all tasks, with short and long contexts."""
-    tasks, levels = _cells(config)
-    sizes = _data(config, tasks, levels)
-    trained = [(d, s, g) for g in GAMMAS for d in _training_domains(config) for s in range(config.seeds)]
-    training = [
-        {
-            "construction": "adaptive", "domain": domain, "gamma": gamma, "seed": seed, "iterations": config.size(20, 2),
-            "sizes": sizes,
-        }
-        for domain, seed, gamma in trained
-    ]  # fmt: skip
-    found = run_grid(weights_cell, training, config.cache, config.workers, "weights")
-    weights = dict(zip(trained, found, strict=True))
-    lengths = {32: 2, 128: 2, 512: 1, **({2048: 1} if config.long_contexts else {})} if not config.quick else {32: 2}
-    where = []
-    for n in lengths:
-        for domain, seed, gamma in trained:
-            # Longer contexts cost n^2: fewer of the weights are tried on them.
-            if n < 128 or (seed == 0 and (n < 512 or domain == PAPER_DOMAINS[0])):
-                where += [(n, domain, seed, gamma, level) for level in levels]
-    cells = [
-        {
-            "weights": _numbers(weights[domain, seed, gamma]), "level": level, "tasks": tasks, "gamma": gamma, "n": n,
-            "count": lengths[n], "sizes": sizes,
-        }
-        for n, domain, seed, gamma, level in where
-    ]  # fmt: skip
-    results = run_grid(any_context_cell, cells, config.cache, config.workers, "any-context")
-    groups: dict[tuple[int, str, int, float], list[dict[str, Any]]] = {}
-    for (n, domain, seed, gamma, _), result in zip(where, results, strict=True):
-        groups.setdefault((n, domain, seed, gamma), []).extend(result.values())
-    rows = []
-    for (n, domain, seed, gamma), cell in groups.items():
-        losses = np.array([one["loss"] for one in cell])
-        constants = np.array([one["constant"] for one in cell])
-        rows.append(
-            {
-                "n": n, "trained on": domain, "seed": seed, "gamma": gamma, "cells": len(cell),
-                "finite": sum(one["finite"] for one in cell), "below 1": int((losses < 1).sum()),
-                "below the best constant": int((losses < constants).sum()), "median": float(np.median(losses)),
-                "worst": float(losses.max()), "median of loss / constant's": float(np.median(losses / constants)),
-            }
-        )  # fmt: skip
-    total = {name: sum(row[name] for row in rows) for name in ("cells", "finite", "below 1", "below the best constant")}
-    by_length = "; ".join(
-        f"n = {n}, gamma {gamma:g}: {sum(r['below the best constant'] for r in mine)} of {sum(r['cells'] for r in mine)} below the "
-        f"best constant, median {np.median([r['median'] for r in mine]):.3g}"
-        for gamma in GAMMAS
-        for n in lengths
-        if (mine := [r for r in rows if r["n"] == n and r["gamma"] == gamma])
-    )
-    return Report(
-        "any-context",
-        "Beyond the paper: do weights ever diverge, whatever domain they were trained on and however long the context?",
-        f"{total['finite']} of {total['cells']} cells are finite, {total['below 1']} below the loss of the value zero and "
-        f"{total['below the best constant']} below that of the constant that is best for the queries themselves. {by_length}.",
-        None,
-        rows,
-    )

@@ -39,7 +39,7 @@ class ReproduceConfig:
     semi_gradient: bool = False
     """Pretrain as TD does, with constant bootstrap targets, instead of by the gradient of the loss (on Meta-World's data)."""
     long_contexts: bool = False
-    """Of any-context: also contexts of 2,048 transitions, which take hours."""
+    """Of any-context: also contexts of 2,048 transitions, which take an hour."""
     seeds: int = 3
     """Repetitions."""
     jobs: int = 2
