@@ -25,6 +25,11 @@ from icrl_gym.value_function import ValueFunction, expand
 
 __all__ = ["Evaluation", "InContextCritic"]
 
+_FARTHEST = 1e3
+"""Deviations from the mean beyond which a standardized state is no farther."""
+_MOST_GROWTH = 10.0
+"""Of the TD errors of a fixed point, in units of those of the constant; on rollouts of PPO it is below 2."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -225,9 +230,9 @@ class InContextCritic(nn.Module):
             context = Context.stack([context[task == t] for t in range(self.n_tasks)])
         mean, scale = standardization(context.states, context.mask) if self.standardize else _unit(context.states)
         context = Context(
-            (context.states - mean) / scale,
+            self._coordinates(context.states, mean, scale),
             context.rewards,
-            (context.next_states - mean) / scale,
+            self._coordinates(context.next_states, mean, scale),
             context.terminated,
             context.truncated,
             context.mask,
@@ -235,34 +240,56 @@ class InContextCritic(nn.Module):
         return Evaluation(context, self._conditioned(context), mean, scale)
 
     def _conditioned(self, context: Context) -> ValueFunction:
-        """The value function of a context; a fixed point that does not exist is looked for with larger ridges.
+        """The value function of a context; a fixed point that is not there, or is implausible, is looked for with larger ridges.
 
         In units of the largest k(s, s) it exists on every context at rho = 1 for TD, and at (1 + gamma) / (1 - gamma lambda) with
-        traces (``docs/convergence.md``), so a training never ends here. The largest k(s, s) is 1 for RBF, Laplacian and Matern,
-        and has no bound for the linear kernel.
+        traces (``docs/convergence.md``), and it tends to the constant C as rho grows; so a training never ends here. The largest
+        k(s, s) is 1 for RBF, Laplacian and Matern; of the linear kernel it is at most a million, of standardized states.
         """
         transformer = self.transformer
-        try:
+        if not isinstance(transformer, InContextTransformer) or not transformer.infinite:
             return transformer.condition(context)
+        try:
+            return self._plausible(transformer, context)
         except FloatingPointError as error:
-            if not isinstance(transformer, InContextTransformer) or not transformer.infinite:
-                raise
             says_what_to_do = error
         stronger = copy.copy(transformer)  # the weights are shared; only the ridge is another
-        for ridge in (10.0**exponent for exponent in (*range(-3, 5), 8, 16, 32, 64, 128)):
+        for ridge in (10.0**exponent for exponent in range(-3, 9)):
             if ridge <= transformer.ridge:
                 continue
             stronger.ridge = ridge
             with contextlib.suppress(FloatingPointError):
-                value = stronger.condition(context)
+                value = self._plausible(stronger, context)
                 warnings.warn(
-                    f"the critic's fixed point does not exist on this context with ridge={transformer.ridge:g}; "
-                    f"{ridge:g} was taken this time.",
+                    f"the critic has no plausible fixed point on this context with ridge={transformer.ridge:g}; {ridge:g} was taken "
+                    f"this time.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
                 return value
         raise says_what_to_do
+
+    def _plausible(self, transformer: InContextTransformer, context: Context) -> ValueFunction:
+        """A fixed point whose values a policy can have.
+
+        Raises:
+            FloatingPointError: There is none, its TD errors are many times those of the constant, or some value is farther from
+                the constant than two discounted sums of these rewards can be from each other: a system that is nearly singular.
+        """
+        value = transformer.condition(context, most_growth=_MOST_GROWTH)
+        if transformer.algorithm.name == "average_reward" or self.gamma == 1.0 or not len(context):
+            return value
+        rows = spread_rows(len(context), value.centers.shape[-2], context.states.device)
+        states = torch.cat([value.centers, context.next_states[..., rows, :]], -2)
+        exists = torch.cat([value.center_mask, context.mask[..., rows]], -1)
+        away = ((value(states) - value.shift.unsqueeze(-1)).abs() * exists).amax(-1)
+        possible = 2.0 * (context.rewards.abs() * context.mask).amax(-1) / (1.0 - self.gamma)
+        if bool((away > possible).any()):
+            raise FloatingPointError(
+                f"values of the fixed point are up to {float(away.max()):.3g} away from their constant, and discounted sums of these "
+                f"rewards at most {float(possible.max()):.3g} from each other; a larger ridge helps."
+            )
+        return value
 
     @torch.no_grad()
     def adopt(self, evaluation: Evaluation) -> None:
@@ -329,7 +356,7 @@ class InContextCritic(nn.Module):
         """
 
         def values(states: Tensor) -> Tensor:
-            return evaluation.value((states - evaluation.mean) / evaluation.scale)
+            return evaluation.value(self._coordinates(states, evaluation.mean, evaluation.scale))
 
         return self._by_task(values, observations.to(evaluation.mean))
 
@@ -386,11 +413,19 @@ class InContextCritic(nn.Module):
         return {**curve, math.inf: _rms(errors[..., -1, rows], sample.mask)}
 
     def _values(self, states: Float[Tensor, "*t m d"]) -> Float[Tensor, "*t m"]:
-        if self.standardize:
-            states = torch.sub(states, self.state_mean).div_(self.state_scale)
+        states = self._coordinates(states, self.state_mean, self.state_scale)
         # An empty center has the coefficient zero; only a kernel that is normalized over its centers must not see it.
         mask = None if self.kernel.positive_definite else self.center_mask
         return expand(self.kernel, self.centers, mask, self.coefficients, states) + self.constant
+
+    def _coordinates(
+        self, states: Float[Tensor, "*b m d"], mean: Float[Tensor, "*b 1 d"], scale: Float[Tensor, "*b 1 d"]
+    ) -> Float[Tensor, "*b m d"]:
+        """States as the kernel gets them."""
+        if not self.standardize:
+            return states
+        # Farther than anything that was ever near the context: without an end, the products of a linear head have none either.
+        return torch.sub(states, mean).div_(scale).clamp_(-_FARTHEST, _FARTHEST)
 
     def tasks_of(self, states: Float[Tensor, "m d"]) -> Tensor:
         """The number of the task that each state shows, (m,); 0 where there is only one."""

@@ -23,7 +23,7 @@ def td_errors(
 
     Args:
         value: From states (..., m, d) to values (..., m).
-        gamma: The discount; a number is rounded to single precision, a tensor is taken as it is.
+        gamma: The discount.
         transitions: (...,) batches of m, none of which is padding.
         semi_gradient: Hold the target r + gamma V(s') constant, as TD does, in what gradients the result has.
 
@@ -37,7 +37,8 @@ def td_errors(
         >>> td_errors(lambda states: 10 * states.sum(-1), 0.5, chain)
         tensor([ 7., -7.], dtype=torch.float64)
     """
-    target = transitions.rewards + gamma * (~transitions.terminated) * value(transitions.next_states)
+    following = value(transitions.next_states)
+    target = transitions.rewards + gamma * torch.where(transitions.terminated, 0.0, following)
     target = target.detach() if semi_gradient else target
     return target - value(transitions.states)
 

@@ -393,7 +393,13 @@ def test_no_context_stops_a_critic_of_infinite_depth(case, algorithm, landmarks,
     context, gamma = case
     context = of_other_rewards(context, context.rewards.clamp(-1e100, 1e100))
     critic = InContextCritic(
-        context.n_features, gamma=gamma, algorithm=algorithm, n_landmarks=landmarks, standardize=standardize
+        context.n_features,
+        # Products of raw states have no bound.
+        kernel="laplacian+linear" if standardize else "laplacian",
+        gamma=gamma,
+        algorithm=algorithm,
+        n_landmarks=landmarks,
+        standardize=standardize,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -405,9 +411,10 @@ def test_a_fixed_point_that_does_not_exist_is_looked_for_with_a_larger_ridge():
     # Two states whose successors are the other's, and gamma 1: (K - K') is singular, and near to that with a ridge.
     context = Context([[0.0], [1.0]], [1.0, 1.0], [[1.0], [0.0]], [False, False])
     critic = InContextCritic(
-        1, gamma=1.0, ridge=0.0, value_shift=False, standardize=False, n_landmarks=None, kernel="rbf", temperature=1.0
-    )
-    with pytest.warns(RuntimeWarning, match="does not exist on this context with ridge=0; 0.001 was taken"):
+        1, gamma=1.0, ridge=0.0, value_shift=False, standardize=False, n_landmarks=None, kernel="rbf", temperature=1.0,
+        algorithm="td",
+    )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="no plausible fixed point on this context with ridge=0; 0.001 was taken"):
         critic.condition(context)
     expected = InContextTransformer(RBFKernel(1.0), gamma=1.0, n_layers=math.inf, ridge=1e-3).condition(context)
     torch.testing.assert_close(critic(context.states).squeeze(-1), expected(context.states) + expected.offset)
@@ -415,6 +422,32 @@ def test_a_fixed_point_that_does_not_exist_is_looked_for_with_a_larger_ridge():
     layers = InContextCritic(1, gamma=0.9, n_layers=40, step_sizes=50.0, n_landmarks=None, value_shift=False)
     with pytest.raises(FloatingPointError, match="diverge"):
         layers.condition(context)
+
+
+def few_next_states(seed):
+    """Transitions that all lead to the same one or two states, where the system of TD is easily singular."""
+    rng = np.random.default_rng(seed)
+    n, d, hubs = int(rng.integers(2, 14)), int(rng.integers(1, 8)), int(rng.integers(1, 3))
+    to = rng.normal(size=(hubs, d))[rng.integers(0, hubs, n)] * rng.choice([0.0, 0.3])
+    return Context(rng.normal(size=(n, d)), rng.normal(size=n), to, rng.random(n) < rng.choice([0.0, 0.2]))
+
+
+@pytest.mark.parametrize("algorithm, kernel", [(None, "laplacian+linear"), ("td", "laplacian"), ("td", "rbf")])
+def test_values_of_a_critic_are_such_as_discounted_sums_of_the_rewards_have(algorithm, kernel):
+    most = 0.0
+    for seed in range(150):
+        context = few_next_states(seed)
+        critic = InContextCritic(context.n_features, gamma=0.99, algorithm=algorithm, kernel=kernel, offset="removed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            critic.condition(context)
+        values = critic(torch.cat([context.states, context.next_states])).squeeze(-1)
+        farthest = float((values - critic.shift).abs().max() / context.rewards.abs().max())
+        assert farthest <= 2 / (1 - 0.99) * (1 + 1e-9)
+        most = max(most, farthest)
+        errors = critic.value_function.td_errors
+        assert float(errors[-1].norm()) <= 10 * float(errors[0].norm()) * (1 + 1e-9)
+    assert most > 10  # so that these contexts are hard ones
 
 
 @given(hostile(most=100), st.integers(0, 30))
