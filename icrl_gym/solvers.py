@@ -29,7 +29,6 @@ __all__ = [
     "System",
     "conjugate",
     "conjugate_ratio",
-    "conjugate_step",
     "fixed_point",
     "iterate",
     "key_values",
@@ -250,7 +249,7 @@ class Directions:
             ridge: (..., 1), rho n.
             start: Before the first layer; a residual of its rounding is taken for zero, and nothing moves any more.
         """
-        step = conjugate_step(self.square, self.curvature(ridge), start.square)
+        step = self.best_step(ridge, start)
         residual = self.residual - step * (self.taken + ridge * self.direction)
         reach = self.reach - step * (times(self.taken) + ridge * self.taken)
         ratio = conjugate_ratio(step, (residual * reach).sum(-1, keepdim=True), self.square)
@@ -265,19 +264,21 @@ class Directions:
         """<p, (A + rho n I) p>."""
         return self.taken.square().sum(-1, keepdim=True) + ridge * (self.direction * self.taken).sum(-1, keepdim=True)
 
+    def best_step(self, ridge: Float[Tensor, "*#b 1"], start: Directions) -> Float[Tensor, "*b 1"]:
+        """The best step along a direction, zero where nothing is left but rounding.
 
-def conjugate_step(
-    square: Float[Tensor, "*b 1"], curvature: Float[Tensor, "*b 1"], start: Float[Tensor, "*b 1"]
-) -> Float[Tensor, "*b 1"]:
-    """The best step along a direction, zero for one that is settled.
+        Without a ridge e may keep a part that A does not see (more transitions than the kernel's rank), which never shrinks: then
+        <e, e> comes down to the rounding of the product alone, and a step made of it would be any number.
 
-    Args:
-        square: (..., 1), <e, e>.
-        curvature: (..., 1), <p, (A + rho n I) p>.
-        start: (..., 1), <e, e> before the first layer.
-    """
-    settled = (square <= 1e-26 * start) | ~(curvature > 0)
-    return torch.where(settled, 0.0, square / torch.where(settled, 1.0, curvature))
+        Args:
+            ridge: (..., 1), rho n.
+            start: Before the first layer.
+        """
+        square, curvature = self.square, self.curvature(ridge)
+        seen = start.square / start.residual.square().sum(-1, keepdim=True).clamp_min(torch.finfo(square.dtype).tiny)
+        rounding = 1e3 * torch.finfo(square.dtype).eps * seen * self.residual.square().sum(-1, keepdim=True)
+        settled = (square <= 1e-26 * start.square) | (square <= rounding) | ~(curvature > 0)
+        return torch.where(settled, 0.0, square / torch.where(settled, 1.0, curvature))
 
 
 def conjugate_ratio(
@@ -286,7 +287,7 @@ def conjugate_ratio(
     """How much of a direction stays in the next one.
 
     Args:
-        step: (..., 1), of :func:`conjugate_step`.
+        step: (..., 1), of :meth:`Directions.best_step`.
         square: (..., 1), <e, e> after it.
         before: (..., 1), and before.
     """

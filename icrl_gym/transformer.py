@@ -37,7 +37,6 @@ from icrl_gym.solvers import (
     System,
     conjugate,
     conjugate_ratio,
-    conjugate_step,
     fixed_point,
     iterate,
     system,
@@ -206,21 +205,21 @@ class ConjugateLayer(Layer):
         super().__init__(n_features, one, gamma, differences, has_direction=True, gives=-2)
         self.of_residual = Layer(n_features, one, gamma, differences, has_direction=True, gives=-1)
 
-    def step(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b"], start: Float[Tensor, "*b 1"]) -> Prompt:
+    def step(self, prompt: Prompt, kernel: Kernel, decay: Float[Tensor, "*b"], start: Directions) -> Prompt:
         """The tokens after one step.
 
         Args:
             prompt: Tokens [ s ; s' ; p ; e ], p and e zero at the query at first.
             kernel: k.
             decay: (...), rho n.
-            start: (..., 1), <e, e> before the first layer.
+            start: Where the tokens stood before the first layer.
         """
         tokens, keys, ridge = prompt.tokens, prompt.keys, decay.unsqueeze(-1)
         residual, direction = tokens[..., -1, :] * keys, tokens[..., -2, :] * keys
         # Heads subtract: at the query this is what its value changes by.
         taken = -self.update(prompt, kernel)[..., -1, :]
         now = Directions(residual, self.reach(prompt, kernel), direction, taken * keys)
-        step = conjugate_step(now.square, now.curvature(ridge), start)
+        step = now.best_step(ridge, start)
         last = tokens[..., -1, :] - step * (taken + ridge * direction)
         prompt = replace(prompt, tokens=torch.cat([tokens[..., :-1, :], last.unsqueeze(-2)], -2))
         square = (last * keys * self.reach(prompt, kernel)).sum(-1, keepdim=True)
@@ -471,7 +470,7 @@ class InContextTransformer(nn.Module):
                 (prompt.keys | _is_last(prompt.keys)).unsqueeze(-2), 0.0
             )
             prompt = replace(prompt, tokens=torch.cat([prompt.tokens[..., :-1, :], read], -2))
-        start = torch.zeros_like(decay).unsqueeze(-1)
+        start: Directions | None = None
         if self.acceleration == "conjugate" and layers:
             # The first direction is the residual itself.
             first = prompt.tokens[..., -1:, :] * prompt.keys.unsqueeze(-2)
@@ -479,10 +478,12 @@ class InContextTransformer(nn.Module):
                 prompt, tokens=torch.cat([prompt.tokens[..., :-2, :], first, prompt.tokens[..., -1:, :]], -2)
             )
             assert isinstance(layers[0], ConjugateLayer)
-            start = (first.squeeze(-2) * layers[0].reach(prompt, kernel)).sum(-1, keepdim=True)
+            reach = layers[0].reach(prompt, kernel)
+            start = Directions.first(first.squeeze(-2), lambda _: reach)
         rows = [prompt.tokens[..., -1, :]]
         for layer in layers:
             if isinstance(layer, ConjugateLayer):
+                assert start is not None
                 prompt = layer.step(prompt, kernel, decay, start)
             else:
                 prompt = layer(prompt, kernel, normalizer, decay if self.ridge else None)

@@ -213,6 +213,23 @@ def test_conjugate_layers_are_literal_and_fast_and_end_at_the_fixed_point(name, 
         torch.testing.assert_close(deep(queries), limit(queries), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["residual_gradient", "monte_carlo"])
+@pytest.mark.parametrize("seed", range(4))
+def test_conjugate_layers_beyond_the_rank_of_their_kernel_stay_where_they_are(name, seed):
+    rng = np.random.default_rng(seed)
+    context = Context(rng.normal(size=(9, 3)), rng.normal(size=9), rng.normal(size=(9, 3)), np.zeros(9, bool))
+    queries = rng.normal(size=(4, 3))
+
+    def layers(n_layers):
+        return transformer_of(name, RBFKernel("median"), n_layers=n_layers, acceleration="conjugate", n_landmarks=3)
+
+    value = layers(10).condition(context)
+    prompt = layers(10).embed(context, queries)
+    literal = layers(10).read_out(layers(10)(prompt))
+    torch.testing.assert_close(literal, value(queries) + value.offset, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(value(queries), layers(3).condition(context)(queries), rtol=1e-6, atol=1e-6)
+
+
 def test_conjugate_layers_are_scipy_s_conjugate_gradient():
     from scipy.sparse.linalg import cg
 
