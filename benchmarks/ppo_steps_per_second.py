@@ -58,7 +58,7 @@ class _Idle(BaseCallback):
 
 def _no_critic() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch("icrl_gym.train.InContextCallback", lambda verbose: _Idle(verbose)))
+    stack.enter_context(mock.patch("icrl_gym.train.InContextCallback", lambda verbose, **options: _Idle(verbose)))
     stack.enter_context(mock.patch.object(InContextCritic, "forward", lambda _, obs: torch.zeros(len(obs), 1)))
     return stack
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.transformer import Acceleration
 
-__all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "VariantName", "ZeroValuePolicy"]
+__all__ = ["CRITICS", "CriticChoice", "CriticConfig", "CriticName", "VariantName", "ZeroValuePolicy", "recurrent_ppo"]
 
 CriticKernel = Literal[
     "laplacian+linear", "matern+linear", "rbf+linear",
@@ -161,3 +161,18 @@ class ZeroValuePolicy(ActorCriticPolicy):
         self.value_net = _Zero()  # type: ignore[assignment]
         # Again, now without the parameters of the value network that SB3 has built in the meantime.
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+
+
+def recurrent_ppo() -> Any:
+    """sb3-contrib's RecurrentPPO.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        from sb3_contrib import RecurrentPPO
+    except ImportError:
+        raise ImportError(
+            "--critic recurrent is sb3-contrib's RecurrentPPO, which is not installed: pip install sb3-contrib."
+        ) from None
+    return RecurrentPPO

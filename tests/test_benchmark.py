@@ -26,7 +26,8 @@ from icrl_gym.statistics import (
     time_average,
 )
 from icrl_gym.tables import with_interval
-from icrl_gym.train import TrainConfig, TrainingRun, make_evaluation_env, make_training_env, train
+from icrl_gym.train import TrainConfig, TrainingRun, train
+from icrl_gym.train_envs import make_evaluation_env, make_training_env
 
 SMALL = {"n_envs": 2, "n_steps": 64, "n_epochs": 1, "gamma": 0.9, "total_timesteps": 256, "checkpoint_freq": 128}
 

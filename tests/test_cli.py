@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import icrl_gym.benchmark as benchmark_module
-from icrl_gym import cli
-from icrl_gym import train as train_module
+from icrl_gym import cli, train_callbacks
 from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.cli import _joined, main
 from icrl_gym.runs import Episode, RunFolder, load_contexts
@@ -209,7 +208,7 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, monkeypatch):
         return True
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(train_module._RunCallback, "_on_step", twice)
+    monkeypatch.setattr(train_callbacks.RunCallback, "_on_step", twice)
     assert main([*PENDULUM, "--run-dir", str(tmp_path / "run")]) == 130
     folder = RunFolder(tmp_path / "run")
     assert folder.status["status"] == "interrupted" and not folder.checkpoints
@@ -223,16 +222,16 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, monkeypatch):
 def test_the_bar_is_for_a_terminal_at_stdout(out, err, bar, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: out, raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: err, raising=False)
-    assert isinstance(train_module._progress(small(tmp_path)), train_module.ProgressBarCallback) == bar
+    assert isinstance(train_callbacks.progress_callback(small(tmp_path)), train_callbacks.ProgressBarCallback) == bar
 
 
 def test_without_its_extra_there_is_one_line_instead_of_a_bar(monkeypatch, tmp_path, capsys):
     def missing():
         raise ImportError("tqdm")
 
-    monkeypatch.setattr(train_module, "ProgressBarCallback", missing)
+    monkeypatch.setattr(train_callbacks, "ProgressBarCallback", missing)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert isinstance(train_module._progress(small(tmp_path)), train_module._Lines)
+    assert isinstance(train_callbacks.progress_callback(small(tmp_path)), train_callbacks.Lines)
     assert capsys.readouterr().out == 'no progress bar: pip install "icrl-gym[progress]" for one.\n'
 
 

@@ -24,7 +24,7 @@ from icrl_gym.critic_benchmark.snapshots import capture, require_restorable
 from icrl_gym.critic_benchmark.truth import monte_carlo, policy_actor
 from icrl_gym.envs import BoyanChain
 from icrl_gym.metaworld import make_env
-from icrl_gym.train import make_training_env
+from icrl_gym.train_envs import make_training_env
 
 SMALL = {
     "n_envs": 2, "n_steps": 64, "total_timesteps": 512, "gamma": 0.9, "truth_rollouts": 2, "truth_states": 8,

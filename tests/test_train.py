@@ -18,6 +18,7 @@ from icrl_gym.plots import binned
 from icrl_gym.runs import Episode, RunFolder, load_contexts
 from icrl_gym.statistics import bootstrap_interval
 from icrl_gym.train import CriticConfig, TrainConfig, TrainingRun, train
+from icrl_gym.train_callbacks import RunCallback
 
 SMALL = {"n_envs": 2, "n_steps": 128, "batch_size": 64, "n_epochs": 1, "gamma": 0.9, "checkpoint_freq": 256}
 
@@ -115,13 +116,13 @@ def test_a_finished_run_has_nothing_to_do_but_may_be_made_longer(tmp_path, capsy
 def test_an_interruption_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
     from icrl_gym import train as module
 
-    class Interrupting(module._RunCallback):
+    class Interrupting(RunCallback):
         def _on_rollout_end(self):
             super()._on_rollout_end()
             if self.num_timesteps >= 512:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_RunCallback", Interrupting)
+    monkeypatch.setattr(module, "RunCallback", Interrupting)
     path = tmp_path / "run"
     arguments = [
         "train",

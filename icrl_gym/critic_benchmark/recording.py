@@ -43,7 +43,8 @@ from icrl_gym.context import Context
 from icrl_gym.critic_benchmark.snapshots import Snapshot, capture, require_restorable
 from icrl_gym.critic_benchmark.truth import monte_carlo, policy_actor
 from icrl_gym.metaworld import MAX_EPISODE_STEPS, MetaWorldEnv
-from icrl_gym.train import TrainConfig, make_training_env
+from icrl_gym.train_envs import make_training_env
+from icrl_gym.train_settings import TrainConfig
 
 __all__ = ["Recorder", "Recording", "RecordingConfig", "RecordingOptions", "record"]
 
