@@ -68,7 +68,7 @@ class InContextCritic(nn.Module):
         ridge: * Decay of the coefficients; default 1e-4 for infinite depth, 0 for layers.
         algorithm: * ``"td"``, ``"td_lambda"``, ``"residual_gradient"``, ``"average_reward"`` or ``"monte_carlo"``
             (:mod:`icrl_gym.algorithms`); default ``"td_lambda"`` for infinite depth, ``"td"`` for layers.
-        trace_decay: * lambda of ``"td_lambda"``; default 0.8 where that is the default, 0.9 where it was asked for.
+        trace_decay: * lambda of ``"td_lambda"``; default 0.8.
         acceleration: * ``"none"`` or ``"conjugate"``.
         n_landmarks: * States of the context to compare with; None for all of them (and for kernels that are not positive
             definite).
@@ -139,9 +139,10 @@ class InContextCritic(nn.Module):
                 and (step_sizes is None or isinstance(step_sizes, (int, float)))
             ):
                 n_layers = math.inf
-            if algorithm is None and n_layers == math.inf:
-                algorithm, trace_decay = "td_lambda", 0.8 if trace_decay is None else trace_decay
-            algorithm = "td" if algorithm is None else algorithm
+            if algorithm is None:
+                algorithm = "td_lambda" if n_layers == math.inf else "td"
+            if algorithm == "td_lambda" and trace_decay is None:
+                trace_decay = 0.8
             transformer = InContextTransformer(
                 kernel,
                 step_sizes,
@@ -262,7 +263,8 @@ class InContextCritic(nn.Module):
                 value = self._plausible(stronger, context)
                 warnings.warn(
                     f"the critic has no plausible fixed point on this context with ridge={transformer.ridge:g}; {ridge:g} was taken "
-                    f"this time.",
+                    f"this time, for smoother values. That may happen while the context is short, and needs doing something about "
+                    f"only if it goes on (docs/convergence.md).",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -47,7 +47,7 @@ class CriticConfig:
     algorithm: AlgorithmName | None = None
     """What the layers do (None: td_lambda for the fixed point, td for layers)."""
     trace_decay: float | None = None
-    """Lambda of td_lambda (None: 0.8 where that is the default, 0.9 where --algorithm asks for it)."""
+    """Lambda of td_lambda (None: 0.8)."""
     acceleration: Acceleration | None = None
     """Conjugate layers, of residual_gradient and monte_carlo at a finite depth (None: none)."""
     ridge: float | None = None

@@ -77,6 +77,8 @@ class TrainingRun:
         if config.resume is not None:
             self.folder, config = _resumed(config, given)
             self.checkpoint = self.folder.checkpoints[-1] if self.folder.checkpoints else None
+            if self.checkpoint is None and not self.folder.finished:
+                print(f"no checkpoint in {self.folder.path} yet: the run begins again from its first step.")
             if (
                 self.checkpoint is None
                 and self.folder.finished

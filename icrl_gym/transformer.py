@@ -322,7 +322,10 @@ class InContextTransformer(nn.Module):
         if n_landmarks is not None and n_landmarks < 1:
             raise ValueError(f"n_landmarks must be at least 1, or None for every transition; got {n_landmarks}.")
         if n_landmarks is not None and not kernel.positive_definite:
-            raise ValueError(f"landmarks need a positive definite kernel, got {kernel}. Use n_landmarks=None.")
+            raise ValueError(
+                f"landmarks need a positive definite kernel, got {kernel}. Use n_landmarks=None "
+                "(`--n-landmarks 0` on the command line)."
+            )
         if trace_decay is None:
             trace_decay = 0.9 if algorithm == "td_lambda" else 0.0
         self.algorithm = Algorithm(algorithm, float(trace_decay))
