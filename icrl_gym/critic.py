@@ -28,7 +28,7 @@ __all__ = ["Evaluation", "InContextCritic"]
 _FARTHEST = 1e3
 """Deviations from the mean beyond which a standardized state is no farther."""
 _MOST_GROWTH = 10.0
-"""Of the TD errors of a fixed point, in units of those of the constant; on rollouts of PPO it is below 2."""
+"""Of the TD errors of a fixed point, in units of those of the constant; on rollouts of PPO it is a few at most."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ CriticKernel = Literal[
     "laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear",
 ]  # fmt: skip
 CriticName = Literal["in-context", "mlp", "none", "paper", "recurrent"]
-VariantName = Literal[
-    CriticName, "in-context+cross-fit", "in-context+prior", "in-context+cross-fit+prior"
-]  # fmt: skip
+VariantName = Literal[CriticName, "in-context+cross-fit", "in-context+prior", "in-context+cross-fit+prior"]
 """What `--critics` compares: critics, and the in-context one with `icrl-gym train`'s ``--cross-fit`` and ``--prior``."""
 
 

@@ -134,38 +134,45 @@ def read_settings(file: Path) -> list[Setting]:
     return settings
 
 
+def _td_laplacian(name: str, critic: Mapping[str, Any] | None = None, **options: Any) -> Setting:
+    """A setting of TD(0) with the Laplacian kernel alone, but for what ``critic`` says: the critic's own defaults are others."""
+    return Setting(name, {"kernel": "laplacian", "algorithm": "td", **(critic or {})}, **options)
+
+
 def _default_settings() -> list[Setting]:
-    kernels = [Setting(f"td {kernel}", {"kernel": kernel}) for kernel in ("laplacian", "matern", "rbf")]
-    ridges = [Setting(f"td laplacian ridge {rho:g}", {"ridge": rho}) for rho in (1e-5, 1e-3, 1e-2)]
+    kernels = [_td_laplacian(f"td {kernel}", {"kernel": kernel}) for kernel in ("laplacian", "matern", "rbf")]
+    ridges = [_td_laplacian(f"td laplacian ridge {rho:g}", {"ridge": rho}) for rho in (1e-5, 1e-3, 1e-2)]
     traces = [
-        Setting(f"td_lambda {trace} laplacian", {"algorithm": "td_lambda", "trace_decay": trace})
+        _td_laplacian(f"td_lambda {trace} laplacian", {"algorithm": "td_lambda", "trace_decay": trace})
         for trace in (0.8, 0.95)
     ]
     residual = [
-        Setting(f"residual {kernel} ridge {rho:g}", {"algorithm": "residual_gradient", "kernel": kernel, "ridge": rho})
+        _td_laplacian(
+            f"residual {kernel} ridge {rho:g}", {"algorithm": "residual_gradient", "kernel": kernel, "ridge": rho}
+        )
         for kernel, rho in (("rbf", 1e-4), ("rbf", 1e-3), ("rbf", 1e-2), ("rbf", 1e-1), ("laplacian", 1e-3))
     ]
     sums = [
-        Setting(f"monte_carlo laplacian ridge {rho:g}", {"algorithm": "monte_carlo", "ridge": rho})
+        _td_laplacian(f"monte_carlo laplacian ridge {rho:g}", {"algorithm": "monte_carlo", "ridge": rho})
         for rho in (1e-3, 1e-1)
     ]
     adaptive = [Setting("adaptive window 0.5", adaptive={}, window=0.5)]
-    windows = [Setting(f"td laplacian window {w}", window=w) for w in (1, 2, 4, 16)]
+    windows = [_td_laplacian(f"td laplacian window {w}", window=w) for w in (1, 2, 4, 16)]
     windows += [
-        Setting(f"td_lambda 0.95 laplacian window {w}", {"algorithm": "td_lambda", "trace_decay": 0.95}, window=w)
+        _td_laplacian(f"td_lambda 0.95 laplacian window {w}", {"algorithm": "td_lambda", "trace_decay": 0.95}, window=w)
         for w in (2, 4)
     ]
-    landmarks = [Setting(f"td laplacian landmarks {m}", {"n_landmarks": m}) for m in (128, 512)]
-    discounts = [Setting(f"td laplacian gamma {g}", {"gamma": g}) for g in (0.9, 0.95, 0.97)]
+    landmarks = [_td_laplacian(f"td laplacian landmarks {m}", {"n_landmarks": m}) for m in (128, 512)]
+    discounts = [_td_laplacian(f"td laplacian gamma {g}", {"gamma": g}) for g in (0.9, 0.95, 0.97)]
     crossed: list[Setting] = [
-        Setting("td laplacian cross-fitted", context="cross_fitted"),
-        Setting("td laplacian window 2 cross-fitted", window=2, context="cross_fitted"),
-        Setting(
+        _td_laplacian("td laplacian cross-fitted", context="cross_fitted"),
+        _td_laplacian("td laplacian window 2 cross-fitted", window=2, context="cross_fitted"),
+        _td_laplacian(
             "td_lambda 0.95 laplacian cross-fitted",
             {"algorithm": "td_lambda", "trace_decay": 0.95},
             context="cross_fitted",
         ),
-        Setting("td laplacian gamma 0.95 cross-fitted", {"gamma": 0.95}, context="cross_fitted"),
+        _td_laplacian("td laplacian gamma 0.95 cross-fitted", {"gamma": 0.95}, context="cross_fitted"),
     ]
     return [
         *kernels, *ridges, *traces, *residual, *sums, *adaptive, *windows, *landmarks, *discounts, *crossed,

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,6 +52,12 @@ def _read(task: str, level: str, episodes: range, root: str | None) -> Transitio
     return scaled(load_transitions(dataset_id(task, level), episodes=episodes, root=root), REWARD_SCALE)
 
 
+def _steps_before(data: Transitions) -> npt.NDArray[np.int_]:
+    """(n,), how many steps of its episode came before each transition."""
+    first = np.flatnonzero(np.diff(data.episode, prepend=-1))
+    return np.arange(len(data)) - np.repeat(first, np.diff(np.append(first, len(data))))
+
+
 def draw(
     data: Transitions, n: int, m: int, count: int, seed: int, gamma: float
 ) -> tuple[Context, Context, Tensor, Tensor]:
@@ -68,8 +75,7 @@ def draw(
     Returns:
         (count,) contexts and queries, and the returns (count, n) and (count, m).
     """
-    first = np.flatnonzero(np.diff(data.episode, prepend=-1))
-    position = np.arange(len(data)) - np.repeat(first, np.diff(np.append(first, len(data))))
+    position = _steps_before(data)
     longest = int(position.max()) + 1
     rows = np.flatnonzero(position < (MOVING if n + m <= 150 else longest))
     # Transitions whose state is their own row number: what is drawn says which rows it is.
@@ -98,8 +104,7 @@ def weights_cell(
         ``temperature`` and ``step_sizes``, or ``bandwidths`` and ``ridges``, and the ``losses`` on the way.
     """
     data = transitions_of(domain, "high", True, sizes)
-    first = np.flatnonzero(np.diff(data.episode, prepend=-1))
-    position = np.arange(len(data)) - np.repeat(first, np.diff(np.append(first, len(data))))
+    position = _steps_before(data)
     kept = position < MOVING
     data = Transitions(*(getattr(data, name)[kept] for name in Transitions.__dataclass_fields__))
     if construction == "adaptive":
@@ -254,6 +259,7 @@ def _correlation(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def collected(config: ReproduceConfig, tasks: list[str], levels: list[str]) -> dict[str, Any]:
+    """Record what is missing; the sizes of the data sets and where they are."""
     sizes = {"episodes": config.size(EPISODES, 4), "steps": config.size(STEPS, 220), "root": config.root}
     domains = tuple(dict.fromkeys([*tasks, *training_domains(config)]))
     wanted = tuple(dict.fromkeys([*levels, "high"]))
@@ -265,6 +271,7 @@ def collected(config: ReproduceConfig, tasks: list[str], levels: list[str]) -> d
 
 
 def training_domains(config: ReproduceConfig) -> list[str]:
+    """The domains that weights are trained on."""
     return list(PAPER_DOMAINS if not config.quick else PAPER_DOMAINS[:1])
 
 
@@ -330,10 +337,12 @@ def all_domains(config: ReproduceConfig) -> Report:
 
 
 def numbers_of(weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights without the losses on the way to them."""
     return {name: value for name, value in weights.items() if name != "losses"}
 
 
 def known_median(values: list[float]) -> float:
+    """The median of the values that are no NaN; NaN if all are."""
     # Of an even number, the mean of the two in the middle; torch has the lower one.
     known = [value for value in values if not math.isnan(value)]
     return float(np.median(known)) if known else math.nan

@@ -21,7 +21,7 @@ from icrl_gym.experiments.all_domains import (
     training_domains,
     transitions_of,
     weights_cell,
-)  # fmt: skip
+)
 from icrl_gym.experiments.config import ReproduceConfig
 from icrl_gym.experiments.grid import run_grid
 from icrl_gym.experiments.report import Report
