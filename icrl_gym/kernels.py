@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from icrl_gym._typing import Bool, Float
-from icrl_gym.distances import euclidean
+from icrl_gym.distances import Distances, few_pairs, map_distances, plain_distances, product_error, row_blocks
 
 __all__ = [
     "ExponentialKernel",
@@ -66,6 +66,27 @@ class Kernel(nn.Module):
         values = self.pairwise(keys, queries, mask)
         # Filled, not multiplied: an empty place may hold an overflow, and inf * 0 is not 0.
         return values if mask is None else values.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+    def expand(
+        self,
+        keys: Float[Tensor, "*#b n d"],
+        coefficients: Float[Tensor, "*#b n"],
+        queries: Float[Tensor, "*#b m d"],
+        mask: Bool[Tensor, "*#b n"] | None = None,
+    ) -> Float[Tensor, "*#b m"]:
+        """sum_j c_j k(key_j, query_i), without keeping the kernel values.
+
+        Args:
+            keys: (..., n, d)
+            coefficients: (..., n), zero for a key that does not exist.
+            queries: (..., m, d)
+            mask: (..., n) bool, False for a key that does not exist.
+
+        Returns:
+            (..., m)
+        """
+        values = self(keys, queries, mask)
+        return coefficients @ values if coefficients.ndim == 1 else (coefficients.unsqueeze(-2) @ values).squeeze(-2)
 
     def adapted(self, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"] | None = None) -> Kernel:
         """The kernel with everything it takes from a context (a ``"median"`` temperature) filled in.
@@ -148,7 +169,69 @@ class _TemperatureKernel(Kernel):
         return f"temperature=<{shape} tensor>" if shape else f"temperature={float(self.temperature):g}"
 
 
-class RBFKernel(_TemperatureKernel):
+class _RadialKernel(_TemperatureKernel):
+    """A kernel of the distance alone, computed block by block where that pays."""
+
+    _most_error: ClassVar[float] = 0.0
+    """Squared distances over the squared scale may be off by so much where the kernel is smooth in them; 0 where it is not."""
+
+    @abstractmethod
+    def of_distance(self, distance: Tensor, temperature: Tensor) -> Tensor:
+        """The formula, of distances and a temperature ready to divide them."""
+
+    def of_squared(self, squared: Tensor, temperature: Tensor) -> Tensor:
+        """The same, of squared distances, which it may overwrite."""
+        return self.of_distance(squared.sqrt_(), temperature)
+
+    def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
+        """See :meth:`Kernel.pairwise`."""
+        if self._is_plain(keys, queries):
+            return self.of_distance(plain_distances(keys, queries), self._scale(keys))
+        temperature = self.temperature.double()
+        batch = torch.broadcast_shapes(keys.shape[:-2], queries.shape[:-2], temperature.shape)
+        temperatures = temperature.expand(batch).reshape(-1)
+        return map_distances(
+            keys.expand(*batch, *keys.shape[-2:]),
+            queries,
+            lambda squared, index: self.of_squared(squared, temperatures[index]),
+            self._most_error * float(temperature.min()),
+        )
+
+    def expand(self, keys: Tensor, coefficients: Tensor, queries: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See :meth:`Kernel.expand`: a block of kernel values is used while it is still in the processor's cache."""
+        if self._is_plain(keys, queries) or (torch.is_grad_enabled() and coefficients.requires_grad):
+            return super().expand(keys, coefficients, queries, mask)
+        if mask is not None:
+            keys, coefficients = keys.masked_fill(~mask.unsqueeze(-1), 0.0), coefficients.masked_fill(~mask, 0.0)
+        temperature = self.temperature.double()
+        parts = (keys.shape[:-2], queries.shape[:-2], coefficients.shape[:-1], temperature.shape)
+        batch = torch.broadcast_shapes(*parts)
+        sums = keys.new_empty(*batch, queries.shape[-2])
+        rows = zip(
+            keys.expand(*batch, *keys.shape[-2:]).reshape(-1, *keys.shape[-2:]),
+            coefficients.double().expand(*batch, -1).reshape(-1, coefficients.shape[-1]),
+            queries.expand(*batch, *queries.shape[-2:]).reshape(-1, *queries.shape[-2:]),
+            temperature.expand(batch).reshape(-1),
+            sums.reshape(-1, queries.shape[-2]),
+            strict=True,
+        )
+        for some_keys, weights, some_queries, scale, values in rows:
+            distances = Distances(some_keys)
+            right, largest = distances.prepared(some_queries)
+            exact = not product_error(largest) <= self._most_error * float(scale)
+            for block in row_blocks(len(some_queries), len(some_keys), keys.device):
+                squared = right[block] @ distances.left.T
+                if exact:
+                    squared = distances.renew(squared, some_queries[block], some_keys, largest)
+                values[block] = self.of_squared(squared.clamp_min_(0.0), scale) @ weights
+        return sums
+
+    def _is_plain(self, keys: Tensor, queries: Tensor) -> bool:
+        wants_gradient = keys.requires_grad or queries.requires_grad or self.temperature.requires_grad
+        return few_pairs(keys, queries) or (torch.is_grad_enabled() and wants_gradient)
+
+
+class RBFKernel(_RadialKernel):
     """k(u, w) = exp(-|u - w|^2 / (2 temperature)): nearby states have nearby values.
 
     Args:
@@ -163,13 +246,18 @@ class RBFKernel(_TemperatureKernel):
     """
 
     _power = 2
+    _most_error = 2e-13  # of k, half of it
 
-    def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
-        """See :meth:`Kernel.pairwise`."""
-        return torch.exp(euclidean(keys, queries).square() * (-0.5 / self._scale(keys)))
+    def of_distance(self, distance: Tensor, temperature: Tensor) -> Tensor:
+        """exp(-|u - w|^2 / (2 temperature))."""
+        return torch.exp(distance.square() * (-0.5 / temperature))
+
+    def of_squared(self, squared: Tensor, temperature: Tensor) -> Tensor:
+        """The same, of |u - w|^2."""
+        return squared.mul_(-0.5 / temperature).exp_()
 
 
-class LaplacianKernel(_TemperatureKernel):
+class LaplacianKernel(_RadialKernel):
     """k(u, w) = exp(-|u - w| / temperature): continuous values that need not be smooth.
 
     The norm is the Euclidean one, so this is the Matern 1/2 (Ornstein-Uhlenbeck) kernel; scikit-learn's
@@ -179,12 +267,12 @@ class LaplacianKernel(_TemperatureKernel):
         temperature: In units of the state, or ``"median"`` for the median distance.
     """
 
-    def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
-        """See :meth:`Kernel.pairwise`."""
-        return torch.exp(-euclidean(keys, queries) / self._scale(keys))
+    def of_distance(self, distance: Tensor, temperature: Tensor) -> Tensor:
+        """exp(-|u - w| / temperature)."""
+        return torch.exp(distance / -temperature)
 
 
-class MaternKernel(_TemperatureKernel):
+class MaternKernel(_RadialKernel):
     """k(u, w) = (1 + x) exp(-x) with x = sqrt(3) |u - w| / temperature: Matern 3/2, values with one derivative.
 
     Args:
@@ -193,10 +281,10 @@ class MaternKernel(_TemperatureKernel):
     Source: Rasmussen and Williams 2006, section 4.2.
     """
 
-    def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
-        """See :meth:`Kernel.pairwise`."""
-        x = math.sqrt(3) * euclidean(keys, queries) / self._scale(keys)
-        return (1 + x) * torch.exp(-x)
+    def of_distance(self, distance: Tensor, temperature: Tensor) -> Tensor:
+        """(1 + x) exp(-x), x = sqrt(3) |u - w| / temperature."""
+        x = distance * (math.sqrt(3) / temperature)
+        return torch.exp(-x).mul(1 + x)
 
 
 class ExponentialKernel(_TemperatureKernel):
@@ -270,6 +358,14 @@ class LinearKernel(Kernel):
         """See :meth:`Kernel.pairwise`."""
         return _inner(keys / max(keys.shape[-1], 1) if self.per_feature else keys, queries)
 
+    def expand(self, keys: Tensor, coefficients: Tensor, queries: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See :meth:`Kernel.expand`: <sum_j c_j key_j, query>, one product of d entries a query."""
+        if mask is not None:
+            keys, coefficients = keys.masked_fill(~mask.unsqueeze(-1), 0.0), coefficients.masked_fill(~mask, 0.0)
+        weights = (coefficients.unsqueeze(-2) @ keys).transpose(-1, -2)
+        values = (queries @ weights).squeeze(-1)
+        return values / max(keys.shape[-1], 1) if self.per_feature else values
+
     def config(self) -> dict[str, Any]:
         """See :meth:`Kernel.config`."""
         return {**super().config(), **({"per_feature": True} if self.per_feature else {})}
@@ -328,9 +424,18 @@ class SumKernel(Kernel):
 
     def pairwise(self, keys: Tensor, queries: Tensor, mask: Tensor | None) -> Tensor:
         """See :meth:`Kernel.pairwise`."""
-        weights = self.weights.to(keys)
-        values = [w * kernel.pairwise(keys, queries, mask) for w, kernel in zip(weights, self.parts, strict=True)]
-        return functools.reduce(torch.add, values)
+        values = [kernel.pairwise(keys, queries, mask) for kernel in self.parts]
+        return functools.reduce(torch.add, self._weighted(values))
+
+    def _weighted(self, values: Sequence[Tensor]) -> list[Tensor]:
+        if not self.weights.requires_grad and bool((self.weights == 1).all()):
+            return list(values)
+        return [w * value for w, value in zip(self.weights.to(values[0]), values, strict=True)]
+
+    def expand(self, keys: Tensor, coefficients: Tensor, queries: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See :meth:`Kernel.expand`: each part in its own way."""
+        parts = [kernel.expand(keys, coefficients, queries, mask) for kernel in self.parts]
+        return functools.reduce(torch.add, self._weighted(parts))
 
     def adapted(self, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"] | None = None) -> Kernel:
         """See :meth:`Kernel.adapted`."""

@@ -95,8 +95,7 @@ def expand(
     states: Float[Tensor, "*#b m d"],
 ) -> Float[Tensor, "*#b m"]:
     """sum_j c_j k(s_j, s), for each state."""
-    values = kernel(centers, states, mask)
-    return coefficients @ values if coefficients.ndim == 1 else (coefficients.unsqueeze(-2) @ values).squeeze(-2)
+    return kernel.expand(centers, coefficients, states, mask)
 
 
 def reward_center(context: Context, gamma: Tensor) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b"]]:
