@@ -136,15 +136,22 @@ def goes_on(context: Context) -> Tensor:
     return torch.nn.functional.pad(follows, (0, min(len(context), 1)), value=False)
 
 
-def discounted_sums(values: Float[Tensor, "*b n"], follows: Tensor, decay: Tensor | float) -> Float[Tensor, "*b n"]:
+def discounted_sums(
+    values: Float[Tensor, "*b n"], follows: Tensor, decay: Tensor | float, after: Tensor | None = None
+) -> Float[Tensor, "*b n"]:
     """x_i + decay x_{i+1} + decay^2 x_{i+2} + ... as far as each follows from the one before, in log2(n) steps.
 
     Args:
         values: (..., n)
         follows: (..., n) bool, as :func:`goes_on` gives it.
         decay: In [0, 1].
+        after: (...), the sum of the transition behind the last, where this is a part of a longer row; it counts where ``follows``
+            says so of the last.
     """
     weight = follows.to(values) * decay
+    if after is not None and values.shape[-1]:
+        last = values[..., -1] + weight[..., -1] * after
+        values = torch.cat([values[..., :-1], last.unsqueeze(-1)], -1)
     reach = 1
     while reach < values.shape[-1]:
         # Sums over `reach` transitions become sums over twice as many.

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from icrl_gym._typing import Bool, Float
-from icrl_gym.algorithms import Algorithm
+from icrl_gym.algorithms import Algorithm, discounted_sums, goes_on
 from icrl_gym.context import Context
 from icrl_gym.kernels import Kernel, NystromKernel
-from icrl_gym.value_function import MOST_GROWTH, ValueFunction, expand, grown, temporal_difference
+from icrl_gym.transition_matrix import TransitionMatrix
+from icrl_gym.value_function import MOST_GROWTH, ValueFunction, expand, grown, temporal_difference, transition_matrix
 
 __all__ = [
     "Directions",
@@ -50,7 +51,8 @@ class System:
         discount: (..., n), beta.
         ridge: (...), rho n; for the residual gradient rho sum_j <kappa_j, kappa_j>, which for kernels with k(s, s) = 1 is what n is
             to the others.
-        matrix: A (..., n, n); through landmarks (..., n, M), the factor F of A = F P.
+        stored: A (..., n, n), or what it can be multiplied by without being written down; through landmarks (..., n, M), the
+            factor F of A = F P.
         factor: P (..., M, n) of landmarks, else None.
     """
 
@@ -62,12 +64,19 @@ class System:
     shift: Float[Tensor, "*b"]
     discount: Float[Tensor, "*b n"]
     ridge: Float[Tensor, "*b"]
-    matrix: Float[Tensor, "*b n p"]
+    stored: Float[Tensor, "*b n p"] | TransitionMatrix
     factor: Float[Tensor, "*b p n"] | None
+
+    @property
+    def matrix(self) -> Float[Tensor, "*b n p"]:
+        """A, or F, written down."""
+        return self.stored.difference().transpose(-1, -2) if isinstance(self.stored, TransitionMatrix) else self.stored
 
     def times(self, coefficients: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
         """A c: what coefficients take away from the errors."""
-        return _apply(self.matrix, coefficients if self.factor is None else _apply(self.factor, coefficients))
+        if isinstance(self.stored, TransitionMatrix):
+            return self.stored.times(coefficients)
+        return _apply(self.stored, coefficients if self.factor is None else _apply(self.factor, coefficients))
 
     def residual(self, errors: Float[Tensor, "*b n"], coefficients: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
         """The right side's remainder, e = W delta - rho n c."""
@@ -118,16 +127,19 @@ def system(
     discount = algorithm.discount(context, gamma)
     targets = algorithm.targets(context, rewards, gamma)
     factor: Tensor | None = None
+    matrix: Tensor | TransitionMatrix
     if isinstance(kernel, NystromKernel):
         here, difference = temporal_difference(kernel.base, kernel.landmarks, context, kernel.mask, discount)
         root = kernel.root.to(rewards)
         factor = root.transpose(-1, -2) @ (difference if algorithm.differences else here)
         matrix = difference.transpose(-1, -2) @ root
         gram = factor @ factor.transpose(-1, -2)
+    elif algorithm.differences:
+        _, difference = key_values(kernel, context, context, algorithm, discount, discount)
+        matrix = gram = difference.transpose(-1, -2)
     else:
-        here, difference = key_values(kernel, context, context, algorithm, discount, discount)
-        matrix = difference.transpose(-1, -2)
-        gram = matrix if algorithm.differences else here
+        matrix = transition_matrix(kernel, context.states, context, context.mask, discount)
+        gram = matrix.here
     size = trace(gram) if algorithm.differences else context.mask.sum(-1).to(rewards)
     return System(kernel, context, algorithm, gamma, targets, shift, discount, ridge * size, matrix, factor), gram
 
@@ -352,16 +364,21 @@ def fixed_point(
     discount, targets = algorithm.discount(context, gamma), algorithm.targets(context, rewards.double(), gamma)
     matrix, right = root.new_zeros(root.shape), root.new_zeros(root.shape[:-1])
     traced_targets = algorithm.traced(targets, context, gamma)
+    follows = goes_on(context).unsqueeze(-2) if algorithm.has_trace else None
+    after = root.new_zeros(())  # the trace that comes in from the block behind
     differences = []
     present = None if bool(kernel.mask.all()) else kernel.mask
-    # A trace runs through the whole context.
-    for rows in [slice(0, len(context))] if algorithm.has_trace else blocks(len(context)):
+    # From the last block to the first, as traces run: forward in time, from the errors that follow.
+    for rows in reversed(blocks(len(context))):
         here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, discount[..., rows])
         keys = difference if algorithm.differences else here
         right = right + _apply(keys, traced_targets[..., rows])
-        followed = algorithm.traced(difference, context, gamma) if algorithm.has_trace else difference
+        followed = difference
+        if follows is not None:
+            followed = discounted_sums(difference, follows[..., rows], gamma * algorithm.trace_decay, after)
+            after = followed[..., 0]
         matrix = matrix + keys @ followed.transpose(-1, -2)
-        differences.append(difference)
+        differences.insert(0, difference)
     # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
     dead = (root.abs().sum(-2) == 0).double()
     matrix = root.transpose(-1, -2) @ matrix @ root / n.unsqueeze(-1)

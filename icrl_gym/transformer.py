@@ -646,7 +646,7 @@ class InContextTransformer(nn.Module):
         if self.step_normalization == "length":
             return n.clamp_min(1.0)
         if gram is not None:
-            sums = gram.abs().sum(-1)
+            sums = torch.linalg.vector_norm(gram, ord=1, dim=-1)
         elif isinstance(kernel, NystromKernel):
             # Phi^T Phi (M x M) has the eigenvalues of Phi Phi^T (n x n), and costs n M^2 instead of n^2 M.
             features = kernel.features(states) * mask.unsqueeze(-1)

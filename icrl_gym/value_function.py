@@ -20,6 +20,7 @@ from torch import Tensor
 from icrl_gym._typing import Bool, Float
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.kernels import Kernel
+from icrl_gym.transition_matrix import TransitionMatrix
 
 __all__ = [
     "MOST_GROWTH",
@@ -30,6 +31,7 @@ __all__ = [
     "grown",
     "reward_center",
     "temporal_difference",
+    "transition_matrix",
 ]
 
 MOST_GROWTH = 1e3
@@ -130,7 +132,22 @@ def temporal_difference(
 ) -> tuple[Float[Tensor, "*b M n"], Float[Tensor, "*b M n"]]:
     """k(centers, s_j), and k(centers, s_j) - discount_j k(centers, s'_j), for the transitions of a context.
 
-    Columns of empty places are zero. Where the next transition goes on from this one (s_{j+1} = s'_j, most of a rolling
+    Columns of empty places are zero.
+    """
+    matrix = transition_matrix(kernel, centers, context, mask, discount)
+    return matrix.here, matrix.difference()
+
+
+def transition_matrix(
+    kernel: Kernel,
+    centers: Float[Tensor, "*b M d"],
+    context: Context,
+    mask: Bool[Tensor, "*b M"] | None,
+    discount: Float[Tensor, "*b n"],
+) -> TransitionMatrix:
+    """The same, with k(centers, s'_j) where it has to be computed only.
+
+    Where the next transition goes on from this one (s_{j+1} = s'_j, most of a rolling
     context) the column of its state is taken instead of computed again. An empty place has no such column to take.
     """
     present = None if bool(context.mask.all()) else context.mask.unsqueeze(-2)
@@ -140,9 +157,7 @@ def temporal_difference(
     follows = follows | ~context.mask[..., :-1]  # what an empty place leads to is not used
     breaks = ~follows.reshape(context.batch_shape.numel(), follows.shape[-1]).all(0)
     rows = torch.nn.functional.pad(breaks, (0, min(len(context), 1)), value=True).nonzero().squeeze(-1)
-    there = torch.roll(here, -1, -1)
-    there[..., rows] = kernel(centers, context.next_states[..., rows, :], mask)
-    return here, torch.addcmul(here, there, -discount.unsqueeze(-2))
+    return TransitionMatrix(here, rows, kernel(centers, context.next_states[..., rows, :], mask), discount)
 
 
 def divergence(index: int, n_layers: int, norm: float) -> FloatingPointError:
