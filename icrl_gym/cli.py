@@ -17,6 +17,7 @@ from icrl_gym.experiments import ReproduceConfig, reproduce
 from icrl_gym.plots import INSTALL
 from icrl_gym.pretraining import PretrainConfig, pretrain
 from icrl_gym.runs import FolderInUseError
+from icrl_gym.speed_benchmark import SpeedBenchmarkConfig, speed_benchmark
 from icrl_gym.train import TrainConfig, TrainingRun
 
 __all__ = ["main"]
@@ -36,6 +37,7 @@ gradient step trains it.
   icrl-gym train --env Pendulum-v1 --gamma 0.9   any registered Gymnasium id
   icrl-gym benchmark --envs Pendulum-v1          the in-context critic beside SB3's learned one
   icrl-gym benchmark critic --tasks reach-v3     settings of the critic on recorded rollouts, against measured values
+  icrl-gym benchmark speed --quick               the library's own speed, against slow twins, bare torch and peers
   icrl-gym collect --tasks reach --noise low     scripted experts with noisy actions, as Minari datasets
   icrl-gym pretrain --domain pick-place          step sizes, matrices or an adaptive one's heads, by the TD loss on one domain
   icrl-gym reproduce cross-domain --quick        an experiment of the paper: table, figure, verdict
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:2] == ["benchmark", "critic"]:
         # Two words, where tyro would make `critic` a subcommand that every other `benchmark` had to name as well.
         return _critic_benchmark(arguments[2:])
+    if arguments[:2] == ["benchmark", "speed"]:
+        return _speed_benchmark(arguments[2:])
     config = tyro.cli(
         Command,
         args=arguments or ["--help"],
@@ -111,6 +115,18 @@ def _critic_benchmark(arguments: Sequence[str]) -> int:
         return _user_error(error)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here.", file=sys.stderr)
+        return 130
+
+
+def _speed_benchmark(arguments: Sequence[str]) -> int:
+    config = tyro.cli(SpeedBenchmarkConfig, args=arguments, prog="icrl-gym benchmark speed")
+    try:
+        print(f"results in {speed_benchmark(config)}")
+        return 0
+    except USER_ERRORS as error:
+        return _user_error(error)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the rows that were measured are in {config.out}.", file=sys.stderr)
         return 130
 
 

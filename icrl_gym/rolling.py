@@ -189,12 +189,28 @@ class RollingConditioner:
             solution = self._solution(problem) if len(context) else targets
             if solution is None:  # singular, or nearly: the direct solver says what is to be said
                 return fixed_point(
-                    transformer.kernel, context, algorithm, rewards, shift, gamma, transformer.ridge, has_offset, most_growth
+                    transformer.kernel,
+                    context,
+                    algorithm,
+                    rewards,
+                    shift,
+                    gamma,
+                    transformer.ridge,
+                    has_offset,
+                    most_growth,
                 )
             errors = torch.stack([targets, targets - problem.times(solution)], -2)
             if len(context) and bool(grown(errors, most_growth)[0].any()):
                 return fixed_point(
-                    transformer.kernel, context, algorithm, rewards, shift, gamma, transformer.ridge, has_offset, most_growth
+                    transformer.kernel,
+                    context,
+                    algorithm,
+                    rewards,
+                    shift,
+                    gamma,
+                    transformer.ridge,
+                    has_offset,
+                    most_growth,
                 )
             return problem.value_function(solution, errors, has_offset)
         if transformer.acceleration == "conjugate":
