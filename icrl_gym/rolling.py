@@ -79,8 +79,8 @@ class SlidingMatrix:
 class RollingConditioner:
     """Conditions a transformer on the newest transitions again and again, at the cost of the new ones.
 
-    It gives what ``transformer.condition(rolling.context)`` gives, to rounding. The kernel's values may depend on the two states alone:
-    a temperature of the context's own would change all of them with every transition.
+    It gives what ``transformer.condition(rolling.context)`` gives, to rounding. The kernel's values may depend on the two states
+    alone: a temperature of the context's own would change all of them with every transition.
 
     Args:
         transformer: Of any depth, with every transition its own center; any algorithm but the residual gradient.
@@ -89,7 +89,8 @@ class RollingConditioner:
         device: Where it computes.
 
     Raises:
-        ValueError: A transformer with landmarks or residual gradients; a kernel that takes something from the context; a length below 1.
+        ValueError: A transformer with landmarks or residual gradients; a kernel that takes something from the context; a length
+            below 1.
 
     Source: The inverse of a partitioned matrix, Hager 1989, section 1; iterative refinement with a factor of lower precision,
     Higham 2002, chapter 12.
@@ -220,7 +221,7 @@ class RollingConditioner:
         check_growth(errors, most_growth)
         return problem.value_function(path[..., -1, :], errors, has_offset)
 
-    def _beside(self) -> Float[Tensor, "n"]:
+    def _beside(self) -> Float[Tensor, n]:
         """What W^-1 has right of its diagonal: -gamma lambda where the next transition goes on."""
         return -self.transformer.gamma * self.transformer.algorithm.trace_decay * goes_on(self.context).double()
 
@@ -259,7 +260,7 @@ class RollingConditioner:
         self._inverse.set(torch.linalg.inv_ex(matrix)[0].float())
         self._has_inverse = True
 
-    def _solution(self, problem: System) -> Float[Tensor, "n"] | None:
+    def _solution(self, problem: System) -> Float[Tensor, n] | None:
         """The c of M c = y, to rounding; None where refinement does not get there."""
         was_known = self._has_inverse
         if not was_known:
@@ -272,7 +273,7 @@ class RollingConditioner:
             self._has_inverse = False
         return solution
 
-    def _refined(self, problem: System) -> Float[Tensor, "n"] | None:
+    def _refined(self, problem: System) -> Float[Tensor, n] | None:
         ridge, beside, inverse = self._ridge, self._beside(), self._inverse.window
         solution, residual = torch.zeros_like(problem.targets), problem.targets
         size = first = float(residual.norm())

@@ -32,7 +32,7 @@ class TransitionMatrix:
     """
 
     here: Float[Tensor, "*b n m"]
-    breaks: Int[Tensor, "k"]
+    breaks: Int[Tensor, k]
     there: Float[Tensor, "*b n k"]
     discount: Float[Tensor, "*b m"]
 

@@ -113,7 +113,8 @@ def rolling(settings: Settings) -> list[Measured]:
         ours, twin = conditioner.condition(), transformer.condition(conditioner.context)
         rows.append(
             Measured(
-                "rolling", f"{new} new transitions into {n}, {name}", "conditioning afresh", ratio_of(taken["afresh"], taken["rolling"]),
+                "rolling", f"{new} new transitions into {n}, {name}", "conditioning afresh",
+                ratio_of(taken["afresh"], taken["rolling"]),
                 "x faster", Goal("at least", 5), _medians(taken), {"float64": float((ours(queries) - twin(queries)).abs().max())},
                 f"difference of values after {updates} updates and more",
             )
@@ -141,7 +142,8 @@ def batch(settings: Settings) -> list[Measured]:
             difference = float((transformer.condition(together).coefficients - torch.stack(loop())).abs().max())
             rows.append(
                 Measured(
-                    "batch", f"{tasks} contexts of {n} transitions, {name}", "a loop over them", ratio_of(taken["loop"], taken["batch"]),
+                    "batch", f"{tasks} contexts of {n} transitions, {name}", "a loop over them",
+                    ratio_of(taken["loop"], taken["batch"]),
                     "x faster", Goal("at least", 5) if n == 256 else None, _medians(taken), {"float64": difference},
                     "difference of coefficients",
                 )

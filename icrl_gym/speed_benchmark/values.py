@@ -82,7 +82,7 @@ def query_loop(settings: Settings) -> list[Measured]:
 
 def linear_attention_loop(
     context: Context, queries: Float[Tensor, "m d"], step: float, layers: int, gamma: float
-) -> Float[Tensor, "m"]:
+) -> Float[Tensor, m]:
     """Values by linear attention, one query at a time: Z <- Z + step / n P Z M Z^T Q Z, layer by layer.
 
     The columns of Z are [s_j; gamma s'_j; r_j] and [s_q; 0; 0]; P picks the last row, M all columns but the last, and Q compares

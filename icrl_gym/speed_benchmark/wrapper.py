@@ -7,10 +7,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from icrl_gym.wrappers import RollingContext
 
 from icrl_gym.speed_benchmark.measured import Goal, Measured, Settings
 from icrl_gym.speed_benchmark.timing import spread
+from icrl_gym.wrappers import RollingContext
 
 __all__ = ["Trivial", "wrapper"]
 
