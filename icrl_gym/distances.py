@@ -140,10 +140,14 @@ def map_distances(
         right, largest = distances.prepared(some_queries)
         exact = not product_error(largest) <= error
         for rows in row_blocks(n, m, keys.device):
-            squared = distances.left[rows] @ right.T
+            here = values[rows]
+            # In float64, in the place where it will stay: no second pass to copy it there.
+            squared = torch.mm(distances.left[rows], right.T, out=here if here.dtype == torch.float64 else None)
             if exact:
                 squared = distances.renew(squared, some_keys[rows], some_queries, largest)
-            values[rows] = function(squared.clamp_min_(0.0), index)
+            mapped = function(squared.clamp_min_(0.0), index)
+            if mapped.data_ptr() != here.data_ptr():
+                here.copy_(mapped)
     return out
 
 

@@ -271,6 +271,10 @@ class LaplacianKernel(_RadialKernel):
         """exp(-|u - w| / temperature)."""
         return torch.exp(distance / -temperature)
 
+    def of_squared(self, squared: Tensor, temperature: Tensor) -> Tensor:
+        """The same, of |u - w|^2."""
+        return squared.sqrt_().div_(-temperature).exp_()
+
 
 class MaternKernel(_RadialKernel):
     """k(u, w) = (1 + x) exp(-x) with x = sqrt(3) |u - w| / temperature: Matern 3/2, values with one derivative.

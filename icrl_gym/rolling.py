@@ -26,6 +26,7 @@ from icrl_gym.context import Context
 from icrl_gym.kernels import Kernel, NystromKernel, SoftmaxKernel, SumKernel
 from icrl_gym.solvers import System, conjugate, fixed_point, iterate
 from icrl_gym.transformer import InContextTransformer
+from icrl_gym.transition_matrix import TransitionMatrix
 from icrl_gym.value_function import MOST_GROWTH, ValueFunction, check_growth, grown, transition_matrix
 
 __all__ = ["RollingConditioner", "SlidingMatrix"]
@@ -160,7 +161,7 @@ class RollingConditioner:
         rows = transition_matrix(kernel, new.states, together, None, discount)
         here, difference = self._here.roll(drop, len(new)), self._difference.roll(drop, len(new))
         here[n:], difference[n:] = rows.here, rows.difference()
-        columns = transition_matrix(kernel, stays.states, new, None, discount[n:])
+        columns = self._columns(rows, stays, new, discount[n:])
         here[:n, n:], difference[:n, n:] = columns.here, columns.difference()
         if drop and drop == len(new) and n and self._has_inverse:
             self._update_inverse(drop)
@@ -221,6 +222,17 @@ class RollingConditioner:
         check_growth(errors, most_growth)
         return problem.value_function(path[..., -1, :], errors, has_offset)
 
+    def _columns(
+        self, rows: TransitionMatrix, stays: Context, new: Context, discount: Float[Tensor, k]
+    ) -> TransitionMatrix:
+        """k(s_j, s_i) of those that stay and new ones: of a symmetric kernel, what stands in the new rows already."""
+        kernel, n = self.transformer.kernel, len(stays)
+        if not kernel.positive_definite:
+            return transition_matrix(kernel, stays.states, new, None, discount)
+        breaks = rows.breaks[rows.breaks >= n] - n
+        there = kernel(stays.states, new.next_states[breaks])
+        return TransitionMatrix(rows.here[:, :n].T, breaks, there, discount)
+
     def _beside(self) -> Float[Tensor, n]:
         """What W^-1 has right of its diagonal: -gamma lambda where the next transition goes on."""
         return -self.transformer.gamma * self.transformer.algorithm.trace_decay * goes_on(self.context).double()
@@ -242,7 +254,7 @@ class RollingConditioner:
         m_cs = difference[:n, n:].T.float()
         m_cc = difference[n:, n:].T + torch.diag(beside[n:-1], 1)
         m_cc.diagonal().add_(ridge)
-        left = -torch.linalg.solve_ex(old[goes, goes].double(), old[stays, goes].double(), left=False)[0].float()
+        left = old[stays, goes] @ -torch.linalg.inv_ex(old[goes, goes].double())[0].float()
         right = old[goes, stays].clone()
         new = self._inverse.roll(k, k)
         kept = new[:n, :n]
