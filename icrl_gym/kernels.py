@@ -97,6 +97,14 @@ class Kernel(nn.Module):
         """
         return self
 
+    def selected(self, rows: slice) -> Kernel:
+        """The kernel of some contexts of the batch that it was adapted to.
+
+        Args:
+            rows: Of the first dimension.
+        """
+        return self
+
     def config(self) -> dict[str, Any]:
         """What :func:`make_kernel` needs to build the same kernel again, as JSON can hold it.
 
@@ -151,6 +159,10 @@ class _TemperatureKernel(Kernel):
     def adapted(self, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"] | None = None) -> Kernel:
         """See :meth:`Kernel.adapted`."""
         return type(self)(median_distance(states, mask) ** self._power) if self.from_median else self
+
+    def selected(self, rows: slice) -> Kernel:
+        """See :meth:`Kernel.selected`."""
+        return type(self)(self.temperature[rows]) if self.temperature.ndim else self
 
     def _scale(self, like: Tensor) -> Tensor:
         """The temperature, ready to divide a (..., n, m) matrix."""
@@ -446,6 +458,10 @@ class SumKernel(Kernel):
         kernels = [kernel.adapted(states, mask) for kernel in self.parts]
         unchanged = all(new is old for new, old in zip(kernels, self.parts, strict=True))
         return self if unchanged else SumKernel(kernels, self.weights)
+
+    def selected(self, rows: slice) -> Kernel:
+        """See :meth:`Kernel.selected`."""
+        return SumKernel([kernel.selected(rows) for kernel in self.parts], self.weights)
 
     def config(self) -> dict[str, Any]:
         """See :meth:`Kernel.config`."""

@@ -526,13 +526,24 @@ class InContextTransformer(nn.Module):
             FloatingPointError: The layers diverge, or the fixed point does not exist.
         """
         kernel, rewards, shift, gamma = self._given(context, landmarks, landmark_mask)
+        values = [
+            self._conditioned(context[rows], kernel.selected(rows), rewards[rows], shift[rows], gamma, most_growth)
+            for rows in _groups(context, kernel)
+        ] or [self._conditioned(context, kernel, rewards, shift, gamma, most_growth)]
+        value = values[0] if len(values) == 1 else ValueFunction.cat(kernel, values)
+        if not self.infinite:
+            check_growth(value.td_errors, most_growth)
+        return value
+
+    def _conditioned(
+        self, context: Context, kernel: Kernel, rewards: Tensor, shift: Tensor, gamma: Tensor, most_growth: float
+    ) -> ValueFunction:
         has_offset = self.offset == "centered"
         if self.infinite:
             return fixed_point(
                 kernel, context, self.algorithm, rewards, shift, gamma, self.ridge, has_offset, most_growth
             )
         problem, path, errors = self._layers_on(context, kernel, rewards, shift, gamma)
-        check_growth(errors, most_growth)
         return problem.value_function(path[..., -1, :], errors, has_offset)
 
     def coefficients_by_depth(
@@ -712,6 +723,15 @@ def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
             f"expected states of shape (..., m, {context.n_features}) like those of the context, got {tuple(tensor.shape)}."
         )
     return tensor.expand(*context.batch_shape, *tensor.shape[-2:])
+
+
+def _groups(context: Context, kernel: Kernel, most: int = 2**18) -> list[slice]:
+    """Contexts of a batch whose matrices, at most two megabytes, stay in the processor's cache; empty: all at once."""
+    n, batch = len(context), context.batch_shape
+    if isinstance(kernel, NystromKernel) or len(batch) != 1 or context.states.device.type != "cpu":
+        return []
+    size = max(1, most // max(n * n, 1))
+    return [slice(start, start + size) for start in range(0, batch[0], size)] if batch[0] > size else []
 
 
 def _is_last(keys: Bool[Tensor, "*b c"]) -> Bool[Tensor, "*b c"]:

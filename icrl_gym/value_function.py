@@ -11,7 +11,8 @@ one kernel value a center.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -87,6 +88,17 @@ class ValueFunction:
             )
         tensor = tensor.expand(*self.centers.shape[:-2], *tensor.shape[-2:])
         return self.shift.unsqueeze(-1) + expand(self.kernel, self.centers, self.center_mask, self.coefficients, tensor)
+
+    @classmethod
+    def cat(cls, kernel: Kernel, values: Sequence[ValueFunction]) -> ValueFunction:
+        """Those of a batch, from those of its parts.
+
+        Args:
+            kernel: As the whole batch adapts it.
+            values: One a part, along the first dimension.
+        """
+        names = [field.name for field in fields(cls) if field.name != "kernel"]
+        return cls(kernel, *(torch.cat([getattr(value, name) for value in values]) for name in names))
 
 
 def expand(
