@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from icrl_gym._typing import Bool, Float
 from icrl_gym.algorithms import Algorithm, AlgorithmName
 from icrl_gym.context import Context, as_tensor
+from icrl_gym.distances import row_blocks
 from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
 from icrl_gym.solvers import (
     Directions,
@@ -657,7 +658,7 @@ class InContextTransformer(nn.Module):
         if self.step_normalization == "length":
             return n.clamp_min(1.0)
         if gram is not None:
-            sums = torch.linalg.vector_norm(gram, ord=1, dim=-1)
+            sums = _row_sums(gram)
         elif isinstance(kernel, NystromKernel):
             # Phi^T Phi (M x M) has the eigenvalues of Phi Phi^T (n x n), and costs n M^2 instead of n^2 M.
             features = kernel.features(states) * mask.unsqueeze(-1)
@@ -723,6 +724,14 @@ def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
             f"expected states of shape (..., m, {context.n_features}) like those of the context, got {tuple(tensor.shape)}."
         )
     return tensor.expand(*context.batch_shape, *tensor.shape[-2:])
+
+
+def _row_sums(gram: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b k"]:
+    """Sums of absolute values, of one large matrix without a copy of all of it."""
+    if gram.ndim > 2 or gram.requires_grad:
+        return gram.abs().sum(-1)
+    blocks = [gram[rows].abs().sum(-1) for rows in row_blocks(len(gram), len(gram), gram.device)]
+    return torch.cat(blocks) if blocks else gram.sum(-1)
 
 
 def _groups(context: Context, kernel: Kernel, most: int = 2**18) -> list[slice]:

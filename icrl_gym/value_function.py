@@ -163,6 +163,8 @@ def transition_matrix(
     context) the column of its state is taken instead of computed again. An empty place has no such column to take.
     """
     present = None if bool(context.mask.all()) else context.mask.unsqueeze(-2)
+    # A mask that hides nothing costs a copy of all values.
+    mask = None if mask is None or bool(mask.all()) else mask
     here = kernel(centers, context.states, mask)
     here = here if present is None else here * present
     follows = (context.next_states[..., :-1, :] == context.states[..., 1:, :]).all(-1) & context.mask[..., 1:]
