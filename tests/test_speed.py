@@ -1,4 +1,4 @@
-"""The fast paths against slow twins: blocks of distances, matrices without copies, traces over blocks, rolling contexts, the benchmark."""
+"""Fast paths against slow twins: blocks of distances, matrices without copies, traces over blocks, rolling contexts; the benchmark."""
 
 import json
 import math
@@ -162,7 +162,7 @@ def test_groups_of_a_batch_are_the_batch(monkeypatch, options, temperature):
         LaplacianKernel(temperature) + LinearKernel(per_feature=True), value_shift=True, **options
     )
     batch = Context.stack(contexts)
-    together = transformer.condition(batch)
+    together, alone = transformer.condition(batch), transformer.condition(contexts[1])
     groups = [slice(0, 2), slice(2, 4), slice(4, 6)]
     monkeypatch.setattr("icrl_gym.transformer._groups", lambda context, kernel: groups)
     value = transformer.condition(batch)
@@ -170,7 +170,7 @@ def test_groups_of_a_batch_are_the_batch(monkeypatch, options, temperature):
         torch.testing.assert_close(getattr(value, name), getattr(together, name), msg=name)
     queries = random_states(6, 3)
     torch.testing.assert_close(value(queries), together(queries))
-    torch.testing.assert_close(value(queries)[1], transformer.condition(contexts[1])(queries))
+    torch.testing.assert_close(value(queries)[1], alone(queries))
 
 
 def test_a_context_that_diverges_is_named_by_its_place_in_the_batch(monkeypatch):
@@ -203,7 +203,7 @@ def assert_like_afresh(rolling, transformer, tolerance=1e-8):
         torch.testing.assert_close(getattr(ours, name), getattr(twin, name), rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("kernel", [LaplacianKernel(3.0), ReLUKernel(), make_kernel("laplacian+linear", 3.0)], ids=repr)
+@pytest.mark.parametrize("kernel", [LaplacianKernel(3.0), ReLUKernel()], ids=repr)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_rolling_context_is_conditioned_as_afresh(depth, kernel):
     if depth == "conjugate" and not kernel.positive_definite:
@@ -234,8 +234,9 @@ def test_a_rolling_context_is_conditioned_as_afresh(depth, kernel):
         assert_like_afresh(rolling, transformer)
 
 
-@pytest.mark.parametrize("depth", ["layers", "fixed point", "fixed point with traces"])
-@pytest.mark.parametrize("shift", [0.0, 1000.0])
+@pytest.mark.parametrize(
+    ("depth", "shift"), [("layers", 1000.0), ("fixed point with traces", 0.0), ("fixed point", 1000.0)]
+)
 def test_nothing_piles_up_over_a_thousand_updates(depth, shift):
     transformer = InContextTransformer(LaplacianKernel(2.5), gamma=0.99, **DEPTHS[depth])
     stream = random_context(48 + 3000, 4, episode=50)
@@ -368,7 +369,9 @@ def test_the_command_writes_table_json_and_figure(tmp_path, capsys):
     assert (tmp_path / "out" / "speed.png").stat().st_size > 0
     for row in data["rows"]:
         assert row["goal"] is None  # of the full sizes only
-        assert all(size < (1e-7 if name == "float64" else 1e-4) for name, size in row["differences"].items()), row[
+        # GPyTorch adds a jitter of its own.
+        exact = 1e-4 if row["row"] == "peers" else 1e-9
+        assert all(size < (exact if name == "float64" else 1e-4) for name, size in row["differences"].items()), row[
             "what"
         ]
         assert f"| {row['row']} |" in table
