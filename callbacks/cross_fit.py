@@ -6,13 +6,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from icrl_gym.callbacks.context_sync import ContextSyncCallback
+from icrl_gym.callbacks.context_sync import ContextSyncCallback, contexts_of, filling_of
 from icrl_gym.callbacks.rollout import RolloutCallback, flat_observations
 from icrl_gym.callbacks.view import PolicyView
 from icrl_gym.wrappers import ContextSnapshot
 from stable_baselines3.common.utils import obs_as_tensor
 
 from icrl_gym.context import Context
+from icrl_gym.recency import aged
 
 __all__ = ["N_FOLDS", "CrossFitCallback", "deal", "fold", "require_other_environments"]
 
@@ -89,10 +90,11 @@ class CrossFitCallback(RolloutCallback):
         asked = torch.cat([states, following.unsqueeze(0)])
         rewards, last = np.array(self._rewards), np.zeros(n_envs)
         view, (opening, closing) = PolicyView(self.training_env), self.sync.windows()
-        filling = view.context(opening.filling)
-        before = [view.context(context) for context in opening.contexts]
+        weight = self.critic.oldest_weight
+        filling = view.context(filling_of(opening, weight))
+        before = [view.context(context) for context in contexts_of(opening, weight, age=n_steps)]
         within = [
-            view.context(recorded_since(old, new, n_steps))
+            view.context(aged(recorded_since(old, new, n_steps), new.length, weight))
             for old, new in zip(opening.snapshots, closing.snapshots, strict=True)
         ]
         for held_out in self._folds:

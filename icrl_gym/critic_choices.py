@@ -56,6 +56,8 @@ class CriticConfig:
     """Reward centering (None: yes)."""
     standardize: bool | None = None
     """States in units of the context's own mean and deviation (None: yes)."""
+    oldest_weight: float | None = None
+    """What the oldest transition of a full window counts, beside 1 for the newest (None: 0.1 for the fixed point, 1 for layers)."""
     offset: Literal["centered", "removed"] | None = None
     """Keep the literal read-out's constant and center it out of the advantages, or remove it at its source (None: centered)."""
 

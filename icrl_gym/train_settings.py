@@ -50,7 +50,7 @@ class RunOptions:
     """VecNormalize observations and rewards."""
     max_episode_steps: int | None = None
     """Time limit; default the environment's own (500 in Meta-World)."""
-    context_rollouts: int = 2
+    context_rollouts: int = 8
     """Length of the context: so many rollouts of each environment."""
     critic_options: Annotated[CriticConfig, tyro.conf.arg(name="")] = field(default_factory=CriticConfig)
     vec_env: Literal["dummy", "subproc"] = "dummy"
