@@ -139,7 +139,8 @@ class TrainingRun:
         start, steps_before = time.perf_counter(), model.num_timesteps
         parts: list[BaseCallback] = []
         if CRITICS[config.critic].in_context:
-            parts.append(InContextCallback(verbose=config.verbose, cross_fit=config.cross_fit, prior=self.prior))
+            cross_fit = config.cross_fit and CRITICS[config.critic].cross_fits
+            parts.append(InContextCallback(verbose=config.verbose, cross_fit=cross_fit, prior=self.prior))
         interruption = Interruption()
         recorder = RunCallback(folder, config.checkpoint_freq, interruption)
         evaluation = EvaluationCallback(
