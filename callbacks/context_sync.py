@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
 
 from icrl_gym.context import Context
 from icrl_gym.critic import Evaluation
+from icrl_gym.recency import aged
 
 __all__ = ["ContextSyncCallback", "Window"]
 
@@ -31,11 +32,6 @@ class Window(NamedTuple):
 
     filling: Context
     snapshots: list[ContextSnapshot]
-
-    @property
-    def contexts(self) -> list[Context]:
-        """What each environment has recorded, without the rest of its snapshot."""
-        return [snapshot.context for snapshot in self.snapshots]
 
 
 class _Ahead(NamedTuple):
@@ -110,7 +106,7 @@ class ContextSyncCallback(RolloutCallback):
             self._before = ahead.window
         else:
             self._before = self._window(self._snapshots())
-            critic.condition(pooled(view, self._before))
+            critic.condition(pooled(view, self._before, critic.oldest_weight))
         self._after = None
         critic.is_synced = True
         self.n_refused = sum(snapshot.n_refused for snapshot in snapshots)
@@ -130,7 +126,7 @@ class ContextSyncCallback(RolloutCallback):
         self._check_transitions(view, snapshots)
         self._after = window = self._window(snapshots)
         if self._worker is not None and self.num_timesteps < self.model._total_timesteps:
-            evaluation = self._worker.submit(self.critic.evaluate, pooled(view, window))
+            evaluation = self._worker.submit(self.critic.evaluate, pooled(view, window, self.critic.oldest_weight))
             self._ahead = _Ahead(evaluation, view, window)
 
     def _on_training_end(self) -> None:
@@ -230,9 +226,25 @@ class ContextSyncCallback(RolloutCallback):
         )
 
 
-def pooled(view: PolicyView, window: Window) -> Context:
-    """The transitions of a window, the prior's first and then each environment's, as the policy sees them."""
-    return view.context(Context.cat([window.filling, *window.contexts]))
+def pooled(view: PolicyView, window: Window, oldest_weight: float) -> Context:
+    """The transitions of a window, the prior's first and then each environment's, as the policy sees them, weighed by their age."""
+    return view.context(Context.cat([filling_of(window, oldest_weight), *contexts_of(window, oldest_weight)]))
+
+
+def filling_of(window: Window, oldest_weight: float) -> Context:
+    """The raw part of the prior that stands in a window; it counts as the oldest."""
+    return window.filling.weighted(window.filling.weights * oldest_weight)
+
+
+def contexts_of(window: Window, oldest_weight: float, age: int = 0) -> list[Context]:
+    """The raw transitions of each environment, weighed by their age.
+
+    Args:
+        window: What was recorded.
+        oldest_weight: Of :class:`~icrl_gym.critic.InContextCritic`.
+        age: How many newer transitions each environment has recorded since.
+    """
+    return [aged(snapshot.context, snapshot.length, oldest_weight, age) for snapshot in window.snapshots]
 
 
 def _unchanged(before: list[ContextSnapshot], now: list[ContextSnapshot]) -> bool:

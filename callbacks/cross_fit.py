@@ -6,13 +6,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from icrl_gym.callbacks.context_sync import ContextSyncCallback
+from icrl_gym.callbacks.context_sync import ContextSyncCallback, contexts_of, filling_of
 from icrl_gym.callbacks.rollout import RolloutCallback, flat_observations
 from icrl_gym.callbacks.view import PolicyView
 from icrl_gym.wrappers import ContextSnapshot
 from stable_baselines3.common.utils import obs_as_tensor
 
 from icrl_gym.context import Context
+from icrl_gym.recency import aged
 
 __all__ = ["N_FOLDS", "CrossFitCallback", "deal", "fold", "require_other_environments"]
 
@@ -40,6 +41,8 @@ class CrossFitCallback(RolloutCallback):
         n_folds: At most so many contexts a rollout, at least 2. Each costs as much as conditioning the critic, and leaves out the
             environments of one fold: one of each task, where there are no more than ``n_folds`` of it.
         verbose: As for SB3.
+        where_possible: With fewer than two environments (of a task) the rollout keeps the frozen critic's values, and nothing is
+            raised.
 
     Raises:
         ValueError: Fewer than two environments (of a task): nothing is left to fit on; or fewer than two folds.
@@ -47,11 +50,13 @@ class CrossFitCallback(RolloutCallback):
     Source: Chernozhukov et al. 2018 (cross-fitting); its use for advantages is this package's own (``docs/critic.md``).
     """
 
-    def __init__(self, sync: ContextSyncCallback, n_folds: int = N_FOLDS, verbose: int = 0) -> None:
+    def __init__(
+        self, sync: ContextSyncCallback, n_folds: int = N_FOLDS, verbose: int = 0, where_possible: bool = False
+    ) -> None:
         super().__init__(verbose)
         if n_folds < 2:
             raise ValueError(f"n_folds must be at least 2, so that each leaves others to fit on; got {n_folds}.")
-        self.sync, self.n_folds = sync, n_folds
+        self.sync, self.n_folds, self.where_possible = sync, n_folds, where_possible
         self._folds: list[list[int]] = []
         self._rewards: list[np.ndarray] = []
         self._cut: list[tuple[int, int, torch.Tensor]] = []  # step, environment, its last state (1, d)
@@ -63,6 +68,9 @@ class CrossFitCallback(RolloutCallback):
         with torch.no_grad():
             tasks = self.critic.tasks_of(self.policy.critic_states(obs_as_tensor(last, self.policy.device)))
         counts = torch.bincount(tasks, minlength=self.critic.n_tasks)
+        self._folds = []
+        if int(counts.min()) < 2 and self.where_possible:
+            return
         require_other_environments(int(counts.min()), self.critic.n_tasks)
         self._folds = deal(tasks.tolist(), self.n_folds)
 
@@ -71,6 +79,8 @@ class CrossFitCallback(RolloutCallback):
         self._rewards, self._cut = [], []
 
     def _on_step(self) -> bool:
+        if not self._folds:
+            return super()._on_step()
         # A copy, and now: SB3 adds the frozen critic's value of the last observation to the rewards of time limits.
         self._rewards.append(np.array(self.locals["rewards"], np.float64))
         proceed = super()._on_step()
@@ -81,6 +91,8 @@ class CrossFitCallback(RolloutCallback):
         return proceed
 
     def _on_rollout_end(self) -> None:
+        if not self._folds:
+            return
         buffer, gamma = self.buffer, float(self.model.gamma)
         n_steps, n_envs = buffer.values.shape
         with torch.no_grad():
@@ -89,10 +101,11 @@ class CrossFitCallback(RolloutCallback):
         asked = torch.cat([states, following.unsqueeze(0)])
         rewards, last = np.array(self._rewards), np.zeros(n_envs)
         view, (opening, closing) = PolicyView(self.training_env), self.sync.windows()
-        filling = view.context(opening.filling)
-        before = [view.context(context) for context in opening.contexts]
+        weight = self.critic.oldest_weight
+        filling = view.context(filling_of(opening, weight))
+        before = [view.context(context) for context in contexts_of(opening, weight, age=n_steps)]
         within = [
-            view.context(recorded_since(old, new, n_steps))
+            view.context(aged(recorded_since(old, new, n_steps), new.length, weight))
             for old, new in zip(opening.snapshots, closing.snapshots, strict=True)
         ]
         for held_out in self._folds:

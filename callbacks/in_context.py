@@ -14,15 +14,15 @@ __all__ = ["InContextCallback"]
 
 
 class InContextCallback(CallbackList):
-    """Context sync, advantage centering and TD-error monitoring in one.
+    """Context sync, cross-fitting, advantage centering and TD-error monitoring in one.
 
     Args:
         monitor: Whether to log TD errors; False saves their (small) cost.
         log_interval: See :class:`~icrl_gym.callbacks.TDErrorCallback`.
         figure_interval: See :class:`~icrl_gym.callbacks.TDErrorCallback`.
         verbose: As for SB3.
-        cross_fit: Whether advantages are taken from cross-fitted values (:class:`~icrl_gym.callbacks.CrossFitCallback`); at least two
-            environments of each task.
+        cross_fit: Take advantages from cross-fitted values (:class:`~icrl_gym.callbacks.CrossFitCallback`), where there are at least
+            two environments of each task; where there are not, or with False, from the critic as it was when the rollout began.
         prior: See :class:`~icrl_gym.callbacks.ContextSyncCallback`.
 
     Example:
@@ -42,11 +42,11 @@ class InContextCallback(CallbackList):
         log_interval: int = 1,
         figure_interval: int | None = 50_000,
         verbose: int = 0,
-        cross_fit: bool = False,
+        cross_fit: bool = True,
         prior: Context | None = None,
     ) -> None:
         self.sync = ContextSyncCallback(verbose, prior)
-        self.cross_fit = CrossFitCallback(self.sync, verbose=verbose) if cross_fit else None
+        self.cross_fit = CrossFitCallback(self.sync, verbose=verbose, where_possible=True) if cross_fit else None
         self.centering = AdvantageCenteringCallback(verbose)
         self.td_error = TDErrorCallback(log_interval, figure_interval, verbose) if monitor else None
         # Centering after the values that it is to center; the monitor after both: it reads returns that are free of the offset.

@@ -78,6 +78,7 @@ class PolicyView:
             context.truncated,
             # In SB3's buffer, which is float32, a larger reward is infinite.
             context.mask.numpy() & (np.abs(rewards) <= np.finfo(np.float32).max),
+            context.weights,
         )
 
 

@@ -191,7 +191,16 @@ class AdaptiveTransformer(nn.Module):
         return self.mix(context)[0]
 
     def mix(self, context: Context) -> tuple[ValueFunction, Mixture]:
-        """The value function of a context, and what weight every head has in it."""
+        """The value function of a context, and what weight every head has in it.
+
+        Raises:
+            ValueError: A context whose transitions have weights.
+        """
+        if context.is_weighted:
+            raise ValueError(
+                "an AdaptiveTransformer holds folds of its context out to weigh its heads, and counts every transition alike; got "
+                "a context with weights. Leave them out (a critic's `recency=1.0`), or take an InContextTransformer."
+            )
         context, unit = _in_units(context)
         gamma = self.gamma.to(context.rewards)
         rewards, shift = context.rewards * context.mask, context.rewards.new_zeros(context.batch_shape)

@@ -1,8 +1,11 @@
 """The policy-evaluation algorithms that layers can carry out, as four choices in one linear problem.
 
-A value function is V = C + sum_j c_j kappa_j, the error of transition i is delta = y - A c, and a layer moves
+A value function is V = C + sum_j w_j b_j kappa_j, with the weights w_j of the context (1, where nothing else is said), the error of
+transition i is delta = y - A (w b), and a layer moves
 
-    c <- c + alpha (W delta - rho n c),        A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i)
+    b <- b + alpha (W delta - rho n b),        A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i),      n = sum_j w_j
+
+which moves the coefficients c = w b by each transition's traced error, times its weight.
 
 | algorithm           | kappa_j                             | target y_i       | discount beta_i         | trace W           |
 | ------------------- | ----------------------------------- | ---------------- | ----------------------- | ----------------- |
@@ -94,8 +97,7 @@ class Algorithm:
         """
         rewards = rewards * context.mask
         if self.name == "average_reward":
-            n = context.mask.sum(-1, keepdim=True).clamp_min(1)
-            return (rewards - rewards.sum(-1, keepdim=True) / n) * context.mask
+            return (rewards - (context.weights * rewards).sum(-1, keepdim=True) / _total(context)) * context.mask
         return discounted_sums(rewards, goes_on(context), gamma) if self.name == "monte_carlo" else rewards
 
     def traced(self, errors: Tensor, context: Context, gamma: Tensor) -> Tensor:
@@ -123,8 +125,9 @@ class Algorithm:
         if self.name == "monte_carlo":
             return _sums_matrix(context, gamma)
         if self.name == "average_reward":
-            present = context.mask.to(identity)
-            return identity - present.unsqueeze(-2) / present.sum(-1).clamp_min(1.0)[..., None, None]
+            # Column i takes from its own reward what all rewards together are on average.
+            share = context.weights / _total(context)
+            return identity - share.unsqueeze(-1) * context.mask.unsqueeze(-2)
         return identity.expand(*context.batch_shape, n, n)
 
 
@@ -160,6 +163,12 @@ def discounted_sums(
         weight = weight * torch.nn.functional.pad(weight[..., reach:], pad)
         reach *= 2
     return values
+
+
+def _total(context: Context) -> Float[Tensor, "*b 1"]:
+    """What all transitions weigh; 1 where there is none."""
+    total = context.weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, total, 1.0)
 
 
 def _sums_matrix(context: Context, decay: Tensor | float) -> Float[Tensor, "*b n n"]:

@@ -30,11 +30,13 @@ class Context:
         truncated: (..., n) bool, default all False. True: the episode was cut here (time limit, reset without an end).
             The value of the next state counts; only the chain of transitions is broken.
         mask: (..., n) bool, default all True. False: an empty place.
+        weights: (..., n), default all 1: how much each transition counts, beside the others. Finite and not negative; a
+            transition of weight 0 is an empty place.
 
     Tensors, arrays and lists are accepted; floats keep their precision (integers become the default dtype).
 
     Raises:
-        ValueError: Shapes that do not fit together, or a value that is not finite in a place that is not masked.
+        ValueError: Shapes that do not fit together, a value that is not finite in a place that is not masked, or a negative weight.
         TypeError: ``terminated``, ``truncated`` or ``mask`` that hold anything but booleans.
 
     Source: He et al. 2026, section 3 (the context of a prompt).
@@ -51,6 +53,7 @@ class Context:
     terminated: Bool[Tensor, "*b n"]
     truncated: Bool[Tensor, "*b n"]
     mask: Bool[Tensor, "*b n"]
+    weights: Float[Tensor, "*b n"]
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class Context:
         terminated: Any,
         truncated: Any = None,
         mask: Any = None,
+        weights: Any = None,
     ) -> None:
         self.states = _as_float("states", states)
         dtype, device = self.states.dtype, self.states.device
@@ -83,6 +87,21 @@ class Context:
         self.terminated = _as_bool("terminated", terminated, shape, device)
         self.truncated = _as_bool("truncated", truncated, shape, device, default=False)
         self.mask = _as_bool("mask", mask, shape, device, default=True)
+        if weights is None:
+            self.weights = self.mask.to(dtype)
+        else:
+            self.weights = _as_float("weights", weights).to(device=device, dtype=dtype)
+            if self.weights.shape != shape:
+                raise ValueError(
+                    f"Context: weights must have shape {tuple(shape)} like rewards, got {tuple(self.weights.shape)}."
+                )
+            bad = self.mask & ~(torch.isfinite(self.weights) & (self.weights >= 0))
+            if bool(bad.any()):
+                raise ValueError(
+                    f"Context: weights must be finite and not negative; {int(bad.sum())} of {int(self.mask.sum())} are not."
+                )
+            self.weights = self.weights.masked_fill(~self.mask, 0.0)
+            self.mask = self.mask & (self.weights > 0)
         for name in ("states", "rewards", "next_states"):
             field = getattr(self, name)
             bad = ~torch.isfinite(field)
@@ -120,6 +139,23 @@ class Context:
     def n_transitions(self) -> Tensor:
         """How many places hold a transition, a number a context: shape (...)."""
         return self.mask.sum(-1)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether any transition counts more or less than another one does by default."""
+        return not torch.equal(self.weights, self.mask.to(self.weights))
+
+    def weighted(self, weights: Any) -> Context:
+        """The same transitions, with other weights.
+
+        Args:
+            weights: (..., n)
+
+        Raises:
+            ValueError: See :class:`Context`.
+        """
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return Context(**{**fields, "weights": torch.as_tensor(weights, dtype=self.weights.dtype)})
 
     def __len__(self) -> int:
         """The number n of places, empty ones included."""
@@ -203,14 +239,14 @@ class Context:
         return Context(states, torch.zeros(0, dtype=dtype), states, torch.zeros(0, dtype=torch.bool))
 
 
-_FLOATS = ("states", "rewards", "next_states")
+_FLOATS = ("states", "rewards", "next_states", "weights")
 _BOOLS = ("terminated", "truncated", "mask")
-_FIELDS = _FLOATS + _BOOLS
+_FIELDS = ("states", "rewards", "next_states", *_BOOLS, "weights")  # in the order of the constructor
 
 
 def _n_dim(name: str) -> int:
     """The dimension of a field along which transitions are counted."""
-    return -1 if name in ("rewards", *_BOOLS) else -2
+    return -2 if name in ("states", "next_states") else -1
 
 
 def as_tensor(value: Any) -> Tensor:

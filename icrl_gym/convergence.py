@@ -127,7 +127,8 @@ def check_convergence(
 
         def times(c: Tensor) -> Tensor:
             """B c."""
-            inner = c.unsqueeze(-1) if problem.factor is None else problem.factor @ c.unsqueeze(-1)
+            weighted = problem.coefficients(c).unsqueeze(-1)
+            inner = weighted if problem.factor is None else problem.factor @ weighted
             return (traced @ inner).squeeze(-1) + problem.ridge.unsqueeze(-1) * c
 
         def layer_of(step: Tensor) -> Callable[[Tensor], Tensor]:
@@ -144,7 +145,7 @@ def check_convergence(
             if alpha.shape[-1]:
                 largest = alpha.gather(-1, alpha.abs().argmax(-1, keepdim=True)).squeeze(-1)
                 layer = _geometric_growth([layer_of(largest)], start, 4 * iterations)
-        size = trace(gram) if transformer.algorithm.differences else context.n_transitions.to(top)
+        size = trace(gram) if transformer.algorithm.differences else context.weights.sum(-1).to(top)
         ridge = (-least).clamp_min(0.0) / torch.where(size > 0, size, 1.0)
     exact = transformer.acceleration == "conjugate" or not len(transformer.step_sizes)
     tolerance = 1e-9 if exact else 1 / iterations
@@ -260,8 +261,13 @@ def _least_eigenvalue(
     if isinstance(problem.kernel, NystromKernel):
         assert problem.factor is not None
         # Features are orthonormal coordinates of the functions already.
-        operator = problem.factor @ traced
+        weighted = problem.factor if problem.weights is None else problem.factor * problem.weights.unsqueeze(-2)
+        operator = weighted @ traced
         return _lanczos((operator + operator.transpose(-1, -2)) / 2, (problem.factor @ start.unsqueeze(-1)).squeeze(-1))
+    if problem.weights is not None:
+        root = problem.weights.sqrt()
+        gram = root.unsqueeze(-1) * gram * torch.where(root > 0, 1 / root, 0.0).unsqueeze(-2)
+        traced = root.unsqueeze(-1) * traced * root.unsqueeze(-2)
     if not len(problem.context):
         return start.sum(-1)
     # In coordinates where <f, f> is the sum of squares. What is added to the diagonal hides functions that are zero but for rounding.

@@ -78,6 +78,9 @@ class InContextCritic(nn.Module):
         gamma: The discount. None: the algorithm's, which the callback brings.
         standardize: Measure states in units of the context's own mean and standard deviation. A feature that hardly
             varies is measured in units of the one that varies most, so that jitter stays small (:func:`standardization`).
+        oldest_weight: What the oldest transition that a window can hold counts, beside 1 for the newest; weights fall geometrically
+            in between (:mod:`icrl_gym.recency`). Whoever brings the context sets them so, as the callbacks do. Default 0.1 for
+            infinite depth, 1 for layers and a ready transformer.
         n_tasks: With more than 1, the last ``n_tasks`` entries of an observation are the one-hot of its task, and every
             task has a context of its own.
 
@@ -119,6 +122,7 @@ class InContextCritic(nn.Module):
         offset: Offset = "centered",
         gamma: float | None = None,
         standardize: bool = True,
+        oldest_weight: float | None = None,
         n_tasks: int = 1,
     ) -> None:
         super().__init__()
@@ -127,6 +131,8 @@ class InContextCritic(nn.Module):
                 f"n_tasks must be at least 1 and, with a one-hot of the task in the observation, smaller than its "
                 f"{n_features} entries; got {n_tasks}."
             )
+        if oldest_weight is not None and not 0.0 < oldest_weight <= 1.0:
+            raise ValueError(f"oldest_weight must lie in (0, 1], got {oldest_weight}.")
         self.gamma_given = gamma is not None or transformer is not None
         if transformer is None:
             if isinstance(kernel, str):
@@ -139,6 +145,8 @@ class InContextCritic(nn.Module):
                 and (step_sizes is None or isinstance(step_sizes, (int, float)))
             ):
                 n_layers = math.inf
+            if oldest_weight is None and n_layers == math.inf:
+                oldest_weight = 0.1
             if algorithm is None:
                 algorithm = "td_lambda" if n_layers == math.inf else "td"
             if algorithm == "td_lambda" and trace_decay is None:
@@ -162,6 +170,7 @@ class InContextCritic(nn.Module):
             raise ValueError(f"gamma={gamma} is not the transformer's, {float(transformer.gamma)}; leave it out.")
         self.transformer = transformer
         self.n_features, self.n_tasks, self.standardize = n_features, n_tasks, standardize
+        self.oldest_weight = 1.0 if oldest_weight is None else float(oldest_weight)
         self.is_synced = False  # a callback keeps the context up to date; a matter of this process, never saved
         for name in self._of_the_context:
             self.register_buffer(name, torch.zeros(0))
@@ -229,7 +238,7 @@ class InContextCritic(nn.Module):
         if self.n_tasks > 1:
             task = self.tasks_of(context.states)
             context = Context.stack([context[task == t] for t in range(self.n_tasks)])
-        mean, scale = standardization(context.states, context.mask) if self.standardize else _unit(context.states)
+        mean, scale = standardization(context.states, context.weights) if self.standardize else _unit(context.states)
         context = Context(
             self._coordinates(context.states, mean, scale),
             context.rewards,
@@ -237,6 +246,7 @@ class InContextCritic(nn.Module):
             context.terminated,
             context.truncated,
             context.mask,
+            context.weights,
         )
         return Evaluation(context, self._conditioned(context), mean, scale)
 
@@ -456,7 +466,8 @@ class InContextCritic(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return f"n_features={self.n_features}, n_tasks={self.n_tasks}, standardize={self.standardize}"
+        settings = f"standardize={self.standardize}, oldest_weight={self.oldest_weight:g}"
+        return f"n_features={self.n_features}, n_tasks={self.n_tasks}, {settings}"
 
 
 def _unit_layers(

@@ -24,8 +24,8 @@ CriticKernel = Literal[
     "laplacian", "rbf", "matern", "exponential", "softmax", "relu", "linear",
 ]  # fmt: skip
 CriticName = Literal["in-context", "mlp", "none", "paper", "recurrent"]
-VariantName = Literal[CriticName, "in-context+cross-fit", "in-context+prior", "in-context+cross-fit+prior"]
-"""What `--critics` compares: critics, and the in-context one with `icrl-gym train`'s ``--cross-fit`` and ``--prior``."""
+VariantName = Literal[CriticName, "in-context+frozen", "in-context+prior", "in-context+frozen+prior"]
+"""What `--critics` compares: critics, and the in-context one with `icrl-gym train`'s ``--no-cross-fit`` and ``--prior``."""
 
 
 @dataclass
@@ -56,6 +56,8 @@ class CriticConfig:
     """Reward centering (None: yes)."""
     standardize: bool | None = None
     """States in units of the context's own mean and deviation (None: yes)."""
+    oldest_weight: float | None = None
+    """What the oldest transition of a full window counts, beside 1 for the newest (None: 0.1 for the fixed point, 1 for layers)."""
     offset: Literal["centered", "removed"] | None = None
     """Keep the literal read-out's constant and center it out of the advantages, or remove it at its source (None: centered)."""
 
@@ -81,18 +83,20 @@ class CriticChoice:
         in_context: It reads its values from a context: environments get a RollingContext, training its callback.
         takes_options: The settings of :class:`CriticConfig` are the user's; otherwise they are ``options``.
         options: Those settings, where they belong to the choice.
+        cross_fits: Its advantages are those of cross-fitted values, unless ``--no-cross-fit`` says otherwise.
         context_length: Transitions of the context, over all environments; None: the user's ``--context-rollouts``.
     """
 
     in_context: bool = False
     takes_options: bool = False
     options: CriticConfig = field(default_factory=CriticConfig)
+    cross_fits: bool = False
     context_length: int | None = None
 
 
 CRITICS: Mapping[CriticName, CriticChoice] = MappingProxyType(
     {
-        "in-context": CriticChoice(in_context=True, takes_options=True),
+        "in-context": CriticChoice(in_context=True, takes_options=True, cross_fits=True),
         "mlp": CriticChoice(),
         "none": CriticChoice(),
         # As close to the paper's as a run comes without its weights: no landmarks, reward centering or standardization of

@@ -618,16 +618,24 @@ def median_distance(
     return torch.stack(medians).reshape(batch) if medians else states.new_ones(batch)
 
 
-def spread_rows(n: int, most: int, device: torch.device | None = None) -> Tensor:
+def spread_rows(
+    n: int, most: int, device: torch.device | None = None, weights: Float[Tensor, n] | None = None
+) -> Tensor:
     """At most ``most`` of n rows, one from each of as many stretches of equal length, in order.
+
+    With weights (n,), all positive, stretches are of equal weight instead; a row that is heavier than a stretch is taken once.
 
     So all time, and every environment of a pooled context, is represented. Which row of its stretch is taken goes round by
     the golden ratio: a constant stride would meet episodes of a fixed length at the same few steps again and again.
     """
     count = min(n, most)
+    turn = torch.arange(count, device=device, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1.0
+    if weights is not None and n > most:
+        reached = weights.double().cumsum(-1)
+        place = (torch.arange(count, device=device) + turn) * (reached[-1] / count)
+        return torch.searchsorted(reached, place, right=True).clamp_max(n - 1).unique()
     stretch = torch.arange(count + 1, device=device) * n // max(count, 1)
     start, width = stretch[:-1], stretch.diff()
-    turn = torch.arange(count, device=device, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1.0
     return start + (turn * width).long()
 
 

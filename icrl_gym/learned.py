@@ -74,9 +74,10 @@ class LearnedLayer(Layer):
             normalizer: (...), what divides the step.
             decay: Of other layers; there is none here.
         """
-        update = self.value_head(prompt.tokens, kernel, prompt.keys)
+        tokens, keys, weights = prompt.tokens, prompt.keys, prompt.weights
+        update = self.value_head(tokens, kernel, keys, weights=weights)
         if len(self.heads) == 2:
-            update = update + self.bootstrap_head(prompt.tokens, kernel, prompt.keys, prompt.bootstrap)
+            update = update + self.bootstrap_head(tokens, kernel, keys, prompt.bootstrap, weights=weights)
         return replace(prompt, tokens=prompt.tokens + update / normalizer[..., None, None])
 
 
@@ -243,6 +244,7 @@ class LearnedTransformer(nn.Module):
             torch.cat([tokens[..., :-1], columns], -1),
             one.keys.repeat_interleave(repeats, -1),
             one.bootstrap.repeat_interleave(repeats, -1),
+            None if one.weights is None else one.weights.repeat_interleave(repeats, -1),
         )
 
     def forward(self, prompt: Prompt) -> Float[Tensor, "*b p r c"]:
@@ -259,7 +261,7 @@ class LearnedTransformer(nn.Module):
         """
         states = prompt.tokens[..., : self.n_features, :].transpose(-1, -2)
         kernel = self.construction._prompt_kernel(prompt, states)
-        normalizer = self.construction._normalizer(kernel, states, prompt.keys)
+        normalizer = self.construction._normalizer(kernel, states, prompt.keys, None, prompt.key_weights)
         for index in range(self.n_layers):
             before = prompt.tokens
             prompt = self.layers[0 if self.shared_layers else index](prompt, kernel, normalizer)

@@ -27,7 +27,7 @@ Metric = Literal["raw", "standardized", "relevance"]
 
 
 def standardization(
-    states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], floor: float = 0.05
+    states: Float[Tensor, "*b n d"], weights: Float[Tensor, "*b n"] | Bool[Tensor, "*b n"], floor: float = 0.05
 ) -> tuple[Float[Tensor, "*b 1 d"], Float[Tensor, "*b 1 d"]]:
     """Mean and scale of each feature of a context.
 
@@ -38,21 +38,22 @@ def standardization(
 
     Args:
         states: (..., n, d)
-        mask: (..., n) bool, False for an empty place.
+        weights: (..., n), how much each state counts, 0 for an empty place; a mask will do.
         floor: What counts as hardly any variation.
 
     Returns:
         (..., 1, d) and (..., 1, d), the second positive.
     """
-    weight = mask.to(states).unsqueeze(-1)
-    n = weight.sum(-2, keepdim=True).clamp_min(1.0)
-    mean = (states * (weight / n)).sum(-2, keepdim=True)
+    weight = weights.to(states).unsqueeze(-1)
+    total = weight.sum(-2, keepdim=True)
+    share = weight / torch.where(total > 0, total, 1.0)
+    mean = (states * share).sum(-2, keepdim=True)
     most = torch.finfo(states.dtype).max
-    away = ((states - mean) * weight).clamp(-most, most)
+    away = ((states - mean) * (weight > 0)).clamp(-most, most)
     # In units of the largest one: the square of 1e200 is no number any more.
     reach = away.abs().amax(-2, keepdim=True) if states.shape[-2] else torch.zeros_like(mean)
     reach = torch.where(reach > 0, reach, 1.0)
-    deviation = reach * ((away / reach).square().sum(-2, keepdim=True) / n).sqrt()
+    deviation = reach * ((away / reach).square() * share).sum(-2, keepdim=True).sqrt()
     largest = deviation.amax(-1, keepdim=True)
     # Rounding first, so that features which are constant but for it have no say in what is usual.
     varies = (deviation > 1e-6 * mean.abs()) & (deviation > 1e-6 * largest)

@@ -2,9 +2,10 @@
 
 A context, a kernel and an algorithm (:mod:`icrl_gym.algorithms`) make the system
 
-    (W A + rho n I) c = W y,      A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i)
+    (W A w + rho n I) b = W y,      A_ij = kappa_j(s_i) - beta_i kappa_j(s'_i),      c = w b
 
-and every layer moves c along what is left of its right side, e = W (y - A c) - rho n c. A plain layer moves alpha_l e; a
+(w: the diagonal matrix of the context's weights, n: their sum), and every layer moves b along what is left of its right side,
+e = W (y - A w b) - rho n b. A plain layer moves alpha_l e; a
 conjugate layer moves along the part of e that the layers before have not settled, as far as is best for the squared errors
 (Hestenes and Stiefel 1952), which no step size has to be chosen for, but which needs a positive semi-definite system.
 """
@@ -54,6 +55,7 @@ class System:
         stored: A (..., n, n), or what it can be multiplied by without being written down; through landmarks (..., n, M), the
             factor F of A = F P.
         factor: P (..., M, n) of landmarks, else None.
+        weights: (..., n), w; None where all are 1.
     """
 
     kernel: Kernel
@@ -66,26 +68,33 @@ class System:
     ridge: Float[Tensor, "*b"]
     stored: Float[Tensor, "*b n p"] | TransitionMatrix
     factor: Float[Tensor, "*b p n"] | None
+    weights: Float[Tensor, "*b n"] | None = None
 
     @property
     def matrix(self) -> Float[Tensor, "*b n p"]:
         """A, or F, written down."""
         return self.stored.difference().transpose(-1, -2) if isinstance(self.stored, TransitionMatrix) else self.stored
 
-    def times(self, coefficients: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
-        """A c: what coefficients take away from the errors."""
+    def coefficients(self, solution: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+        """The coefficients c = w b."""
+        return solution if self.weights is None else self.weights.to(solution) * solution
+
+    def times(self, solution: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+        """A w b: what b takes away from the errors."""
+        coefficients = self.coefficients(solution)
         if isinstance(self.stored, TransitionMatrix):
             return self.stored.times(coefficients)
         return _apply(self.stored, coefficients if self.factor is None else _apply(self.factor, coefficients))
 
-    def residual(self, errors: Float[Tensor, "*b n"], coefficients: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
-        """The right side's remainder, e = W delta - rho n c."""
-        return self.algorithm.traced(errors, self.context, self.gamma) - self.ridge.unsqueeze(-1) * coefficients
+    def residual(self, errors: Float[Tensor, "*b n"], solution: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+        """The right side's remainder, e = W delta - rho n b."""
+        return self.algorithm.traced(errors, self.context, self.gamma) - self.ridge.unsqueeze(-1) * solution
 
     def value_function(
-        self, coefficients: Float[Tensor, "*b n"], td_errors: Float[Tensor, "*b l n"], has_offset: bool
+        self, solution: Float[Tensor, "*b n"], td_errors: Float[Tensor, "*b l n"], has_offset: bool
     ) -> ValueFunction:
-        """The value function of coefficients of the transitions."""
+        """The value function of a solution b."""
+        coefficients = self.coefficients(solution)
         if isinstance(self.kernel, NystromKernel):
             assert self.factor is not None
             weights = _apply(self.kernel.root.to(coefficients), _apply(self.factor, coefficients))
@@ -112,8 +121,8 @@ def system(
 ) -> tuple[System, Float[Tensor, "*b k k"]]:
     """The system of a context, and the matrix whose row sums bound its top eigenvalue from above.
 
-    That matrix is k(s_j, s_i), or <kappa_j, kappa_i> where transitions count at both their ends; through landmarks, the M x M
-    matrix of the same eigenvalues.
+    That matrix is k(s_j, s_i) w_i, or <kappa_j, kappa_i> w_i where transitions count at both their ends; through landmarks, the
+    M x M matrix of the same eigenvalues.
 
     Args:
         kernel: k, adapted to the context.
@@ -128,20 +137,24 @@ def system(
     targets = algorithm.targets(context, rewards, gamma)
     factor: Tensor | None = None
     matrix: Tensor | TransitionMatrix
+    weights = context.weights.to(rewards) if context.is_weighted else None
     if isinstance(kernel, NystromKernel):
         here, difference = temporal_difference(kernel.base, kernel.landmarks, context, kernel.mask, discount)
         root = kernel.root.to(rewards)
         factor = root.transpose(-1, -2) @ (difference if algorithm.differences else here)
         matrix = difference.transpose(-1, -2) @ root
-        gram = factor @ factor.transpose(-1, -2)
+        gram = (factor if weights is None else factor * weights.unsqueeze(-2)) @ factor.transpose(-1, -2)
     elif algorithm.differences:
         _, difference = key_values(kernel, context, context, algorithm, discount, discount)
-        matrix = gram = difference.transpose(-1, -2)
+        matrix = difference.transpose(-1, -2)
+        gram = matrix if weights is None else matrix * weights.unsqueeze(-2)
     else:
         matrix = transition_matrix(kernel, context.states, context, context.mask, discount)
-        gram = matrix.here
-    size = trace(gram) if algorithm.differences else context.mask.sum(-1).to(rewards)
-    return System(kernel, context, algorithm, gamma, targets, shift, discount, ridge * size, matrix, factor), gram
+        gram = matrix.here if weights is None else matrix.here * weights.unsqueeze(-2)
+    size = trace(gram) if algorithm.differences else context.weights.sum(-1).to(rewards)
+    return System(
+        kernel, context, algorithm, gamma, targets, shift, discount, ridge * size, matrix, factor, weights
+    ), gram
 
 
 def key_values(
@@ -171,50 +184,50 @@ def key_values(
 
 
 def iterate(problem: System, alpha: Float[Tensor, "*b L"]) -> tuple[Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
-    """L plain layers: c <- c + alpha_l e.
+    """L plain layers: b <- b + alpha_l e.
 
     Args:
         problem: Of :func:`system`.
         alpha: (..., L), the step of each layer, normalized.
 
     Returns:
-        Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each, however large.
+        b and errors delta after 0, 1, ..., L layers, (..., L+1, n) each, however large.
     """
-    delta, coefficients = problem.targets, torch.zeros_like(problem.targets)
-    errors, path = [delta], [coefficients]
+    delta, solution = problem.targets, torch.zeros_like(problem.targets)
+    errors, path = [delta], [solution]
     for step in alpha.unbind(-1):
-        moved = step.unsqueeze(-1) * problem.residual(delta, coefficients)
-        coefficients = coefficients + moved
+        moved = step.unsqueeze(-1) * problem.residual(delta, solution)
+        solution = solution + moved
         delta = delta - problem.times(moved)
         errors.append(delta)
-        path.append(coefficients)
+        path.append(solution)
     return torch.stack(path, -2), torch.stack(errors, -2)
 
 
 def conjugate(problem: System, n_layers: int) -> tuple[Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
     """L conjugate layers: after each, V is the best of all that so many layers with any steps could reach.
 
-    Best for sum_i delta_i^2 + rho n <V, V>, the squared errors and the ridge, which therefore fall with every layer: no context makes
-    them diverge.
+    Best for sum_i w_i delta_i^2 + rho n <V, V>, the squared errors and the ridge, which therefore fall with every layer: no context
+    makes them diverge.
 
     Args:
         problem: A positive semi-definite one (``algorithm.positive``).
         n_layers: L.
 
     Returns:
-        Coefficients and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
+        b and errors delta after 0, 1, ..., L layers, (..., L+1, n) each.
     """
-    delta, coefficients = problem.targets, torch.zeros_like(problem.targets)
-    errors, path = [delta], [coefficients]
-    start = Directions.first(problem.residual(delta, coefficients), problem.times)
+    delta, solution = problem.targets, torch.zeros_like(problem.targets)
+    errors, path = [delta], [solution]
+    start = Directions.first(problem.residual(delta, solution), problem.times, problem.weights)
     now, ridge = start, problem.ridge.unsqueeze(-1)
     for _ in range(n_layers):
         step, following = now.step(problem.times, ridge, start)
-        coefficients = coefficients + step * now.direction
+        solution = solution + step * now.direction
         delta = delta - step * now.taken
         now = following
         errors.append(delta)
-        path.append(coefficients)
+        path.append(solution)
     return torch.stack(path, -2), torch.stack(errors, -2)
 
 
@@ -222,15 +235,16 @@ def conjugate(problem: System, n_layers: int) -> tuple[Float[Tensor, "*b L1 n"],
 class Directions:
     """Where conjugate layers stand: what is left, where the next one goes, and what the matrix A makes of both.
 
-    Directions are conjugate, and steps are best, in the inner product of the kernel: <a, b> = a^T A b for functions of coefficients
-    a and b. In that of the coefficients themselves, which is the textbook's, errors of directions that hardly change any value would
-    count as much as all others, and the squared TD error could rise on the way.
+    Directions are conjugate, and steps are best, in the inner product of the kernel: <a, b> = (w a)^T A (w b) for functions of
+    coefficients w a and w b. In that of the coefficients themselves, which is the textbook's, errors of directions that hardly
+    change any value would count as much as all others, and the squared TD error could rise on the way.
 
     Attributes:
-        residual: (..., n), e = y - (A + rho n I) c.
-        reach: (..., n), A e.
+        residual: (..., n), e = y - (A w + rho n I) b.
+        reach: (..., n), A w e.
         direction: (..., n), p.
-        taken: (..., n), A p.
+        taken: (..., n), A w p.
+        weights: (..., n), w; None where all are 1.
 
     Source: Hestenes and Stiefel 1952, section 10 (their method for the normal equations); Saad 2003, section 8.3.
     """
@@ -239,17 +253,24 @@ class Directions:
     reach: Float[Tensor, "*b n"]
     direction: Float[Tensor, "*b n"]
     taken: Float[Tensor, "*b n"]
+    weights: Float[Tensor, "*b n"] | None = None
 
     @classmethod
-    def first(cls, residual: Float[Tensor, "*b n"], times: Callable[[Tensor], Tensor]) -> Directions:
+    def first(
+        cls,
+        residual: Float[Tensor, "*b n"],
+        times: Callable[[Tensor], Tensor],
+        weights: Float[Tensor, "*b n"] | None = None,
+    ) -> Directions:
         """The first direction is the residual.
 
         Args:
             residual: (..., n), e.
-            times: A, as a product.
+            times: A w, as a product.
+            weights: (..., n), w.
         """
         reach = times(residual)
-        return cls(residual, reach, residual, reach)
+        return cls(residual, reach, residual, reach, weights)
 
     def step(
         self, times: Callable[[Tensor], Tensor], ridge: Float[Tensor, "*#b 1"], start: Directions
@@ -257,24 +278,30 @@ class Directions:
         """How far to go along p, and where that leads: one product with A.
 
         Args:
-            times: A, as a product.
+            times: A w, as a product.
             ridge: (..., 1), rho n.
             start: Before the first layer; a residual of its rounding is taken for zero, and nothing moves any more.
         """
         step = self.best_step(ridge, start)
         residual = self.residual - step * (self.taken + ridge * self.direction)
         reach = self.reach - step * (times(self.taken) + ridge * self.taken)
-        ratio = conjugate_ratio(step, (residual * reach).sum(-1, keepdim=True), self.square)
-        return step, Directions(residual, reach, residual + ratio * self.direction, reach + ratio * self.taken)
+        ratio = conjugate_ratio(step, self.weighted_sum(residual * reach), self.square)
+        following = residual + ratio * self.direction, reach + ratio * self.taken
+        return step, Directions(residual, reach, *following, self.weights)
+
+    def weighted_sum(self, values: Float[Tensor, "*b n"]) -> Float[Tensor, "*b 1"]:
+        """sum_i w_i x_i."""
+        values = values if self.weights is None else self.weights.to(values) * values
+        return values.sum(-1, keepdim=True)
 
     @property
     def square(self) -> Float[Tensor, "*b 1"]:
         """<e, e>."""
-        return (self.residual * self.reach).sum(-1, keepdim=True)
+        return self.weighted_sum(self.residual * self.reach)
 
     def curvature(self, ridge: Float[Tensor, "*#b 1"]) -> Float[Tensor, "*b 1"]:
-        """<p, (A + rho n I) p>."""
-        return self.taken.square().sum(-1, keepdim=True) + ridge * (self.direction * self.taken).sum(-1, keepdim=True)
+        """<p, (A w + rho n I) p>."""
+        return self.weighted_sum(self.taken.square()) + ridge * self.weighted_sum(self.direction * self.taken)
 
     def best_step(self, ridge: Float[Tensor, "*#b 1"], start: Directions) -> Float[Tensor, "*b 1"]:
         """The best step along a direction, zero where nothing is left but rounding.
@@ -287,8 +314,9 @@ class Directions:
             start: Before the first layer.
         """
         square, curvature = self.square, self.curvature(ridge)
-        seen = start.square / start.residual.square().sum(-1, keepdim=True).clamp_min(torch.finfo(square.dtype).tiny)
-        rounding = 1e3 * torch.finfo(square.dtype).eps * seen * self.residual.square().sum(-1, keepdim=True)
+        least = torch.finfo(square.dtype).tiny
+        seen = start.square / self.weighted_sum(start.residual.square()).clamp_min(least)
+        rounding = 1e3 * torch.finfo(square.dtype).eps * seen * self.weighted_sum(self.residual.square())
         settled = (square <= 1e-26 * start.square) | (square <= rounding) | ~(curvature > 0)
         return torch.where(settled, 0.0, square / torch.where(settled, 1.0, curvature))
 
@@ -320,8 +348,8 @@ def fixed_point(
 ) -> ValueFunction:
     """Infinite depth: the value function that no further layer would change.
 
-        (W A + rho n I) c = W y                                           every transition its own center
-        (Phi^T W (Phi - beta Phi') / n + rho I) w = Phi^T W y / n         through landmarks, V(s) = phi(s) . w
+        (W A w + rho n I) b = W y                                             every transition its own center, c = w b
+        (Phi^T w W (Phi - beta Phi') / n + rho I) u = Phi^T w W y / n         through landmarks, V(s) = phi(s) . u
 
     (for the residual gradient with Phi - beta Phi' on both sides, and rho times the trace of what it is added to). TD with
     gamma = 0 and Monte Carlo are kernel ridge regression with alpha = rho n. Solved in float64.
@@ -346,11 +374,13 @@ def fixed_point(
     """
     kind = rewards.dtype
     given, context = context, context.to(dtype=torch.float64)
-    gamma, n = gamma.double(), context.n_transitions.double().clamp_min(1.0).unsqueeze(-1)
+    gamma, n = gamma.double(), context.weights.sum(-1, keepdim=True)
+    n = torch.where(n > 0, n, 1.0)
     if not isinstance(kernel, NystromKernel):
         problem, _ = system(kernel, context, algorithm, rewards.double(), shift, gamma, ridge)
         right = algorithm.traced(problem.targets, context, gamma)
         matrix = algorithm.traced(problem.matrix.transpose(-1, -2), context, gamma).transpose(-1, -2)
+        matrix = matrix if problem.weights is None else matrix * problem.weights.unsqueeze(-2)
         matrix = matrix + torch.diag_embed(problem.ridge.unsqueeze(-1) + (~context.mask).double())
         solution = _solve(matrix, right, ridge)
         errors = problem.targets - problem.times(solution)
@@ -367,11 +397,13 @@ def fixed_point(
     follows = goes_on(context).unsqueeze(-2) if algorithm.has_trace else None
     after = root.new_zeros(())  # the trace that comes in from the block behind
     differences = []
+    weighted = context.is_weighted
     present = None if bool(kernel.mask.all()) else kernel.mask
     # From the last block to the first, as traces run: forward in time, from the errors that follow.
     for rows in reversed(blocks(len(context))):
         here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, discount[..., rows])
         keys = difference if algorithm.differences else here
+        keys = keys * context.weights[..., None, rows] if weighted else keys
         right = right + _apply(keys, traced_targets[..., rows])
         followed = difference
         if follows is not None:
@@ -386,7 +418,7 @@ def fixed_point(
     matrix = matrix + torch.diag_embed(ridge * size + dead)
     right = _apply(root.transpose(-1, -2), right) / n
     solution = _solve(matrix, right, ridge)
-    # V(s) = phi(s) . w = k(s, Z) (root w): coefficients of the landmarks themselves.
+    # V(s) = phi(s) . u = k(s, Z) (root u): coefficients of the landmarks themselves.
     weights = _apply(root, solution)
     predicted = [_apply(difference.transpose(-1, -2), weights) for difference in differences]
     errors = targets - torch.cat(predicted, -1) if predicted else targets

@@ -139,7 +139,8 @@ class TrainingRun:
         start, steps_before = time.perf_counter(), model.num_timesteps
         parts: list[BaseCallback] = []
         if CRITICS[config.critic].in_context:
-            parts.append(InContextCallback(verbose=config.verbose, cross_fit=config.cross_fit, prior=self.prior))
+            cross_fit = config.cross_fit and CRITICS[config.critic].cross_fits
+            parts.append(InContextCallback(verbose=config.verbose, cross_fit=cross_fit, prior=self.prior))
         interruption = Interruption()
         recorder = RunCallback(folder, config.checkpoint_freq, interruption)
         evaluation = EvaluationCallback(
@@ -255,7 +256,9 @@ def _with_code(context: Context, task: int, n_tasks: int) -> Context:
     """A context of one task, with the one-hot of the task at the end of its states."""
     code = torch.eye(n_tasks, dtype=context.states.dtype)[task].expand(len(context), n_tasks)
     states, next_states = (torch.cat([part, code], -1) for part in (context.states, context.next_states))
-    return Context(states, context.rewards, next_states, context.terminated, context.truncated, context.mask)
+    return Context(
+        states, context.rewards, next_states, context.terminated, context.truncated, context.mask, context.weights
+    )
 
 
 def _resumed(wanted: TrainConfig, given: Collection[str] | None) -> tuple[RunFolder, TrainConfig]:

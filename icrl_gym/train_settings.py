@@ -14,7 +14,6 @@ import gymnasium as gym
 import torch
 import tyro
 
-from icrl_gym.callbacks.cross_fit import require_other_environments
 from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName, recurrent_ppo
 
 __all__ = ["RunOptions", "TrainConfig", "flat_settings", "require_writable", "resolve_envs", "validate"]
@@ -50,7 +49,7 @@ class RunOptions:
     """VecNormalize observations and rewards."""
     max_episode_steps: int | None = None
     """Time limit; default the environment's own (500 in Meta-World)."""
-    context_rollouts: int = 2
+    context_rollouts: int = 8
     """Length of the context: so many rollouts of each environment."""
     critic_options: Annotated[CriticConfig, tyro.conf.arg(name="")] = field(default_factory=CriticConfig)
     vec_env: Literal["dummy", "subproc"] = "dummy"
@@ -80,8 +79,9 @@ class TrainConfig(RunOptions):
     critic: CriticName = "in-context"
     """The in-context critic, which is never trained; SB3's learned value network (mlp); the value zero (none); the paper's 20 layers
     (paper); or sb3-contrib's recurrent PPO (recurrent)."""
-    cross_fit: bool = False
-    """Take advantages from values that, for each environment, are fitted on what the others met in the same rollout as well."""
+    cross_fit: bool = True
+    """Take advantages from values that, for each environment, are fitted on what the others met in the same rollout as well; where
+    there are at least two environments of each task."""
     prior: tuple[str, ...] = ()
     """A Minari data set whose newest transitions stand in the context until recorded ones fill it; of several tasks one each, in the
     order of --env."""
@@ -111,7 +111,8 @@ class TrainConfig(RunOptions):
     @property
     def variant(self) -> str:
         """The critic with what is added to it, by the name that `icrl-gym benchmark --critics` takes."""
-        return self.critic + "+cross-fit" * self.cross_fit + "+prior" * bool(self.prior)
+        frozen = CRITICS[self.critic].cross_fits and not self.cross_fit
+        return self.critic + "+frozen" * frozen + "+prior" * bool(self.prior)
 
 
 def resolve_envs(names: tuple[str, ...]) -> tuple[Literal["metaworld", "gymnasium"], tuple[str, ...]]:
@@ -171,13 +172,10 @@ def validate(config: TrainConfig) -> None:
     if not CRITICS[config.critic].takes_options and config.critic_options != CriticConfig():
         raise ValueError(f"--critic {config.critic} takes none of the in-context critic's settings; leave them out.")
     if not CRITICS[config.critic].in_context:
-        for name in ("cross_fit", "prior"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} belongs to an in-context critic, and --critic {config.critic} is none; leave it out."
-                )
-    if config.cross_fit:
-        require_other_environments(config.n_envs // len(config.env), len(config.env))
+        if config.prior:
+            raise ValueError(
+                f"--prior belongs to an in-context critic, and --critic {config.critic} is none; leave it out."
+            )
     if config.prior and len(config.prior) != len(config.env):
         raise ValueError(
             f"--prior takes one data set for each task, in the order of --env: expected {len(config.env)}, got {len(config.prior)} "

@@ -60,6 +60,7 @@ class Prompt:
         tokens: (..., m, 2d+1, n+1): Z_0, the query in the last column.
         keys: (..., m, n+1) bool, M: False for the query and for empty places.
         bootstrap: (..., m, n+1) bool, G of the bootstrap head: False where the episode terminated.
+        weights: (..., m, n+1), how much each key counts, beside M; None where all count alike.
         landmarks: (..., M, d), the landmark states of the context, or None.
         landmark_mask: (..., M) bool, False for a landmark that does not exist.
         traces: (..., m, n+1, n+1), what stands beside M of TD(lambda): (gamma lambda)^l from a transition to those before it.
@@ -70,14 +71,22 @@ class Prompt:
     tokens: Float[Tensor, "*b m r c"]
     keys: Bool[Tensor, "*b m c"]
     bootstrap: Bool[Tensor, "*b m c"]
+    weights: Float[Tensor, "*b m c"] | None = None
     landmarks: Float[Tensor, "*b M d"] | None = None
     landmark_mask: Bool[Tensor, "*b M"] | None = None
     traces: Float[Tensor, "*b m c c"] | None = None
     reading: Float[Tensor, "*b m c c"] | None = None
 
+    @property
+    def key_weights(self) -> Float[Tensor, "*b m c"]:
+        """How much each column counts as a key: 0 for the query and for empty places, 1 where nothing else is said."""
+        return self.keys.to(self.tokens) if self.weights is None else self.weights
+
 
 class AttentionHead(nn.Module):
     """One attention head with explicit matrices: Z -> V Z M k(K Z, Q Z) G.
+
+    With weights, M is their diagonal: in a softmax their logarithms would be a positional bias.
 
     Attributes:
         key: (d, 2d+1), K: picks what a token is compared by as a key.
@@ -110,6 +119,7 @@ class AttentionHead(nn.Module):
         keys: Bool[Tensor, "*b c"],
         columns: Bool[Tensor, "*b c"] | None = None,
         traces: Float[Tensor, "*b c c"] | None = None,
+        weights: Float[Tensor, "*b c"] | None = None,
     ) -> Float[Tensor, "*b r c"]:
         """V Z M k(K Z, Q Z) G.
 
@@ -119,9 +129,11 @@ class AttentionHead(nn.Module):
             keys: (..., n+1) bool, M.
             columns: (..., n+1) bool, G; default all True.
             traces: (..., n+1, n+1), a factor of M that is no diagonal.
+            weights: (..., n+1), a factor of M that is one.
         """
         given = self.value.to(tokens) @ tokens
         given = given if traces is None else given @ traces
+        given = given if weights is None else given * weights.unsqueeze(-2)
         update = given @ self.attention(tokens, kernel, keys)
         return update if columns is None else update * columns.unsqueeze(-2)
 
@@ -160,13 +172,14 @@ class Layer(nn.Module):
 
     def update(self, prompt: Prompt, kernel: Kernel) -> Float[Tensor, "*b m r c"]:
         """The sum of the heads."""
-        tokens, keys, columns, traces = prompt.tokens, prompt.keys, prompt.bootstrap, prompt.traces
-        update = self.value_head(tokens, kernel, keys, None, traces)
-        update = update + self.bootstrap_head(tokens, kernel, keys, columns, traces)
+        tokens, keys, columns = prompt.tokens, prompt.keys, prompt.bootstrap
+        traces, weights = prompt.traces, prompt.weights
+        update = self.value_head(tokens, kernel, keys, None, traces, weights)
+        update = update + self.bootstrap_head(tokens, kernel, keys, columns, traces, weights)
         if hasattr(self, "next_value_head"):
             # A next state is no key where nothing comes after it.
-            update = update + self.next_value_head(tokens, kernel, keys & columns)
-            update = update + self.next_bootstrap_head(tokens, kernel, keys & columns, columns)
+            update = update + self.next_value_head(tokens, kernel, keys & columns, None, None, weights)
+            update = update + self.next_bootstrap_head(tokens, kernel, keys & columns, columns, None, weights)
         return update
 
     def forward(
@@ -219,17 +232,17 @@ class ConjugateLayer(Layer):
         residual, direction = tokens[..., -1, :] * keys, tokens[..., -2, :] * keys
         # Heads subtract: at the query this is what its value changes by.
         taken = -self.update(prompt, kernel)[..., -1, :]
-        now = Directions(residual, self.reach(prompt, kernel), direction, taken * keys)
+        now = Directions(residual, self.reach(prompt, kernel), direction, taken * keys, prompt.weights)
         step = now.best_step(ridge, start)
         last = tokens[..., -1, :] - step * (taken + ridge * direction)
         prompt = replace(prompt, tokens=torch.cat([tokens[..., :-1, :], last.unsqueeze(-2)], -2))
-        square = (last * keys * self.reach(prompt, kernel)).sum(-1, keepdim=True)
+        square = now.weighted_sum(last * keys * self.reach(prompt, kernel))
         direction = last * keys + conjugate_ratio(step, square, now.square) * direction
         rows = torch.stack([direction, last], -2)
         return replace(prompt, tokens=torch.cat([tokens[..., :-2, :], rows], -2))
 
     def reach(self, prompt: Prompt, kernel: Kernel) -> Float[Tensor, "*b c"]:
-        """A e, at the tokens of the context."""
+        """A w e, at the tokens of the context."""
         return -self.of_residual.update(prompt, kernel)[..., -1, :] * prompt.keys
 
 
@@ -424,6 +437,9 @@ class InContextTransformer(nn.Module):
         # A truncated transition does bootstrap; the query does unless the offset is to be removed at its source.
         bootstrap = torch.nn.functional.pad(~context.terminated, (0, 1), value=self.offset == "centered")
         bootstrap = bootstrap.unsqueeze(-2).expand(*queries.shape[:-1], -1)
+        weights = None
+        if context.is_weighted:
+            weights = torch.nn.functional.pad(context.weights, (0, 1)).unsqueeze(-2).expand(*queries.shape[:-1], -1)
         landmarks, landmark_mask = self._landmarks(context)
         gamma = self.gamma.to(rewards)
 
@@ -439,6 +455,7 @@ class InContextTransformer(nn.Module):
             tokens,
             keys,
             bootstrap,
+            weights,
             landmarks,
             landmark_mask,
             with_query(algorithm.trace_matrix(context, gamma)) if algorithm.has_trace else None,
@@ -467,7 +484,7 @@ class InContextTransformer(nn.Module):
         kernel = self._prompt_kernel(prompt, states)
         layers = self.layers
         gram = self._prompt_gram(prompt, kernel) if self.algorithm.differences else None
-        decay = self.ridge * (prompt.keys.sum(-1).to(states) if gram is None else trace(gram))
+        decay = self.ridge * (prompt.key_weights.sum(-1).to(states) if gram is None else trace(gram))
         normalizer = self._prompt_normalizer(prompt, kernel, gram, decay)
         if prompt.reading is not None:
             read = (prompt.tokens[..., -1:, :] @ prompt.reading).where(
@@ -483,7 +500,7 @@ class InContextTransformer(nn.Module):
             )
             assert isinstance(layers[0], ConjugateLayer)
             reach = layers[0].reach(prompt, kernel)
-            start = Directions.first(first.squeeze(-2), lambda _: reach)
+            start = Directions.first(first.squeeze(-2), lambda _: reach, prompt.weights)
         rows = [prompt.tokens[..., -1, :]]
         for layer in layers:
             if isinstance(layer, ConjugateLayer):
@@ -566,7 +583,7 @@ class InContextTransformer(nn.Module):
             raise ValueError("a transformer of infinite depth has no layers to follow; use a finite n_layers.")
         problem, path, errors = self._layers_on(context, *self._given(context))
         check_growth(errors, math.inf)
-        return problem, path, errors
+        return problem, path if problem.weights is None else path * problem.weights.unsqueeze(-2), errors
 
     def layer_steps(self, context: Context) -> Float[Tensor, "*b L"]:
         """alpha_l: the step sizes of the layers on this context, divided by its normalizer.
@@ -601,7 +618,7 @@ class InContextTransformer(nn.Module):
 
     def _alpha(self, problem: System, gram: Tensor) -> Float[Tensor, "*b L"]:
         context = problem.context
-        normalizer = self._normalizer(problem.kernel, context.states, context.mask, gram)
+        normalizer = self._normalizer(problem.kernel, context.states, context.mask, gram, context.weights)
         if self.step_normalization == "row_sum":
             normalizer = normalizer + problem.ridge
             if self.algorithm.has_trace:
@@ -649,22 +666,27 @@ class InContextTransformer(nn.Module):
         return spread_landmarks(context, self.n_landmarks)
 
     def _normalizer(
-        self, kernel: Kernel, states: Float[Tensor, "*b n d"], mask: Bool[Tensor, "*b n"], gram: Tensor | None = None
+        self,
+        kernel: Kernel,
+        states: Float[Tensor, "*b n d"],
+        mask: Bool[Tensor, "*b n"],
+        gram: Tensor | None,
+        weights: Float[Tensor, "*b n"],
     ) -> Float[Tensor, "*b"]:
-        """What divides the steps, from the states of the context (and their kernel matrix, where it is at hand)."""
-        n = mask.sum(-1).to(states)
+        """What divides the steps, from the states and weights of the context (and their kernel matrix, where it is at hand)."""
+        n = weights.sum(-1).to(states)
         if self.step_normalization == "none":
             return torch.ones_like(n)
         if self.step_normalization == "length":
-            return n.clamp_min(1.0)
+            return torch.where(n > 0, n, 1.0)
         if gram is not None:
             sums = _row_sums(gram)
         elif isinstance(kernel, NystromKernel):
             # Phi^T Phi (M x M) has the eigenvalues of Phi Phi^T (n x n), and costs n M^2 instead of n^2 M.
-            features = kernel.features(states) * mask.unsqueeze(-1)
+            features = kernel.features(states) * weights.to(states).sqrt().unsqueeze(-1)
             sums = (features.transpose(-1, -2) @ features).abs().sum(-1)
         else:
-            sums = (kernel(states, states, mask).abs() * mask.unsqueeze(-2)).sum(-1)
+            sums = (kernel(states, states, mask).abs() * weights.to(states).unsqueeze(-2)).sum(-1)
         largest = sums.amax(-1) if sums.shape[-1] else torch.zeros_like(n)
         if self.algorithm.differences:
             # With gamma = 1 and next states that are states but for rounding, all differences are rounding, and so is their sum.
@@ -673,19 +695,21 @@ class InContextTransformer(nn.Module):
         return torch.where(largest > 0, largest, 1.0)
 
     def _prompt_gram(self, prompt: Prompt, kernel: Kernel) -> Float[Tensor, "*b m k k"]:
-        """<kappa_j, kappa_i> from what the tokens hold; through landmarks the M x M matrix of the same eigenvalues."""
+        """<kappa_j, kappa_i> w_i from what the tokens hold; through landmarks the M x M matrix of the same eigenvalues."""
         d = (prompt.tokens.shape[-2] - 1) // 2
         states = prompt.tokens[..., :d, :].transpose(-1, -2)
         next_states = prompt.tokens[..., d : 2 * d, :].transpose(-1, -2)
         beta = (self.gamma.to(states) * (prompt.bootstrap & prompt.keys)).unsqueeze(-1)
         if isinstance(kernel, NystromKernel):
-            features = (kernel.features(states) - beta * kernel.features(next_states)) * prompt.keys.unsqueeze(-1)
+            root = prompt.key_weights.to(states).sqrt().unsqueeze(-1)
+            features = (kernel.features(states) - beta * kernel.features(next_states)) * root
             return features.transpose(-1, -2) @ features
         both, mask = torch.cat([states, next_states], -2), torch.cat([prompt.keys, prompt.keys], -1)
         values = kernel(both, both, mask) * mask.unsqueeze(-2)
         n = states.shape[-2]
         values = values[..., :n, :] - beta * values[..., n:, :]
-        return values[..., :n] - values[..., n:] * beta.transpose(-1, -2)
+        values = values[..., :n] - values[..., n:] * beta.transpose(-1, -2)
+        return values * prompt.key_weights.to(values).unsqueeze(-2)
 
     def _prompt_normalizer(
         self, prompt: Prompt, kernel: Kernel, gram: Tensor | None, decay: Float[Tensor, "*b m"]
@@ -693,7 +717,7 @@ class InContextTransformer(nn.Module):
         """The normalizer from what the tokens hold."""
         d = (prompt.tokens.shape[-2] - 1) // 2
         states = prompt.tokens[..., :d, :].transpose(-1, -2)
-        normalizer = self._normalizer(kernel, states, prompt.keys, gram)
+        normalizer = self._normalizer(kernel, states, prompt.keys, gram, prompt.key_weights)
         if self.step_normalization == "row_sum":
             normalizer = normalizer + decay
             if prompt.traces is not None:
@@ -751,7 +775,7 @@ def _is_last(keys: Bool[Tensor, "*b c"]) -> Bool[Tensor, "*b c"]:
 
 
 def spread_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Bool[Tensor, "*b M"]]:
-    """At most ``most`` states of each context, evenly spread over its transitions.
+    """At most ``most`` states of each context, evenly spread over its transitions; of a weighted one, over their weight.
 
     Returns:
         (..., M, d) states and (..., M) bool, False where a context has fewer than M transitions.
@@ -759,9 +783,11 @@ def spread_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d
     size = min(most, len(context))
     flat = context.states.reshape(context.batch_shape.numel(), *context.states.shape[-2:])
     chosen, present = [], []
-    for states, mask in zip(flat, context.mask.reshape(flat.shape[:-1]), strict=True):
+    shape = flat.shape[:-1]
+    weights = context.weights.reshape(shape) if context.is_weighted else [None] * len(flat)
+    for states, mask, weight in zip(flat, context.mask.reshape(shape), weights, strict=True):
         rows = mask.nonzero().squeeze(-1)
-        rows = rows[spread_rows(len(rows), size, rows.device)]
+        rows = rows[spread_rows(len(rows), size, rows.device, None if weight is None else weight[rows])]
         chosen.append(torch.nn.functional.pad(states[rows], (0, 0, 0, size - len(rows))))
         present.append(torch.arange(size, device=states.device) < len(rows))
     shape = (*context.batch_shape, size)

@@ -115,10 +115,10 @@ def expand(
 def reward_center(context: Context, gamma: Tensor) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b"]]:
     """The value shift: rewards for U, where V = U + C, that average zero over the context.
 
-        U's rewards = r_i - C (1 - gamma (1 - terminated_i)),    C = sum_i r_i / sum_i (1 - gamma (1 - terminated_i))
+        U's rewards = r_i - C (1 - gamma (1 - terminated_i)),    C = sum_i w_i r_i / sum_i w_i (1 - gamma (1 - terminated_i))
 
-    It is exact for any C, episode ends included. With gamma = 1 and no episode that ended no constant fits better than
-    another, and C = 0.
+    with the weights w_i of the context. It is exact for any C, episode ends included. With gamma = 1 and no episode that ended no
+    constant fits better than another, and C = 0.
 
     Args:
         context: (...) contexts.
@@ -129,10 +129,11 @@ def reward_center(context: Context, gamma: Tensor) -> tuple[Float[Tensor, "*b n"
 
     Source: Naik et al. 2024 (reward centering).
     """
-    weight = (1 - gamma * (~context.terminated).to(context.rewards)) * context.mask
-    total = weight.sum(-1)
-    shift = torch.where(total > 0, context.rewards.sum(-1) / torch.where(total > 0, total, 1.0), 0.0)
-    return (context.rewards - shift.unsqueeze(-1) * weight), shift
+    share = (1 - gamma * (~context.terminated).to(context.rewards)) * context.mask
+    total = (context.weights * share).sum(-1)
+    rewards = (context.weights * context.rewards).sum(-1)
+    shift = torch.where(total > 0, rewards / torch.where(total > 0, total, 1.0), 0.0)
+    return context.rewards - shift.unsqueeze(-1) * share, shift
 
 
 def temporal_difference(

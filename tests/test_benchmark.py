@@ -316,13 +316,13 @@ def test_settings_of_the_critic_are_those_of_the_in_context_one_and_evaluations_
 
 
 def test_what_is_added_to_the_in_context_critic_is_compared_with_it(tmp_path):
-    critics = ("in-context", "in-context+cross-fit", "none")
+    critics = ("in-context", "in-context+frozen", "none")
     options = {**SMALL, "seeds": 1, "envs": ("Pendulum-v1",), "critics": critics, "out": str(tmp_path), "eval_freq": 0}
     benchmark(BenchmarkConfig(**options))
     assert [row["critic"] for row in read_rows(tmp_path)] == list(critics)
-    folder = RunFolder(tmp_path / "runs" / "Pendulum-v1-in-context+cross-fit-seed0")
-    assert folder.config["critic"] == "in-context" and folder.config["cross_fit"] is True
-    assert "in-context+cross-fit" in (tmp_path / "results.md").read_text()
+    folder = RunFolder(tmp_path / "runs" / "Pendulum-v1-in-context+frozen-seed0")
+    assert folder.config["critic"] == "in-context" and folder.config["cross_fit"] is False
+    assert "in-context+frozen" in (tmp_path / "results.md").read_text()
     # A run from before these settings had their defaults.
     config = {name: value for name, value in folder.config.items() if name != "prior"}
     folder.write_config(config)
@@ -330,13 +330,13 @@ def test_what_is_added_to_the_in_context_critic_is_compared_with_it(tmp_path):
 
 
 def test_each_environment_of_a_benchmark_has_its_own_prior():
-    critics = ("in-context+prior", "mlp", "in-context+cross-fit+prior")
+    critics = ("in-context+prior", "mlp", "in-context+frozen+prior")
     options = {"critics": critics, "seeds": 1, "critic_options": CriticConfig(kernel="rbf")}
     runs = BenchmarkConfig(**options, envs=("reach,push", "Pendulum-v1"), prior=("a-v0,b-v0", "c-v0")).runs()
     assert [(run.variant, run.prior, run.cross_fit) for run in runs] == [
-        ("in-context+prior", ("a-v0", "b-v0"), False), ("mlp", (), False),
-        ("in-context+cross-fit+prior", ("a-v0", "b-v0"), True),
-        ("in-context+prior", ("c-v0",), False), ("mlp", (), False), ("in-context+cross-fit+prior", ("c-v0",), True),
+        ("in-context+prior", ("a-v0", "b-v0"), True), ("mlp", (), True),
+        ("in-context+frozen+prior", ("a-v0", "b-v0"), False),
+        ("in-context+prior", ("c-v0",), True), ("mlp", (), True), ("in-context+frozen+prior", ("c-v0",), False),
     ]  # fmt: skip
     assert [run.critic_options.kernel for run in runs[:3]] == ["rbf", None, "rbf"]
     for wrong in ({"critics": ("mlp",), "prior": ("c-v0",)}, {"critics": critics}):

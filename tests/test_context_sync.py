@@ -57,7 +57,7 @@ def test_evaluating_beside_the_update_changes_nothing(normalize):
     def parameters(sync):
         env = make_env()
         model = make_model(VecNormalize(env, gamma=0.9) if normalize else env)
-        callback = InContextCallback()
+        callback = InContextCallback(cross_fit=False)  # which reads from its own sync
         callback.callbacks[0] = sync
         model.learn(320, callback=callback)
         return model.policy.state_dict()

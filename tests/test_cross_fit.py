@@ -85,12 +85,16 @@ def by_hand(model, critic, n_steps=16, length=24, leak=False):
     n_envs = len(logs(model))
     values, advantages = np.zeros((n_steps, n_envs)), np.zeros((n_steps, n_envs))
     for env, log in enumerate(logs(model)):
-        parts = []
+        hand = InContextCritic(len(log[0][0]), gamma=GAMMA, **critic)
+        parts, weights = [], []
         for other, rows in enumerate(logs(model)):
             start = len(rows) - n_steps
-            parts += rows[max(0, start - length) : start] + (rows[start:] if other != env or leak else [])
-        hand = InContextCritic(len(log[0][0]), gamma=GAMMA, **critic)
-        hand.condition(context_of(parts))
+            stop = len(rows) if other != env or leak else start
+            parts += rows[max(0, start - length) : stop]
+            # By age when the rollout has ended, whatever of it is held out.
+            ages = [len(rows) - 1 - step for step in range(max(0, start - length), stop)]
+            weights += [hand.oldest_weight ** (age / length) for age in ages]
+        hand.condition(context_of(parts).weighted(weights))
 
         def v(state, hand=hand):
             state = torch.as_tensor(state, dtype=torch.float64).reshape(1, -1)
@@ -165,15 +169,25 @@ def test_td_errors_are_those_of_the_cross_fitted_values():
 
 
 def test_several_tasks_are_fitted_on_environments_of_the_same_one():
-    critic = {**LITERAL, "n_tasks": 2}
+    critic = {**LITERAL, "n_tasks": 2, "ridge": 1e-2}  # contexts this short need one that is large enough
     envs = [{"task": task, "n_tasks": 2} for task in (0, 1, 0, 1)]
     model = make(critic=critic, envs=envs)
     kept, _ = rollout_of(model, 128, cross_fit=True)
     values, advantages = by_hand(model, critic)
     np.testing.assert_allclose(kept["values"], values, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(kept["advantages"], advantages - advantages.mean(), rtol=1e-3, atol=1e-3)
-    with pytest.raises(ValueError, match="at least 2 environments of each of the 2 tasks; got 1"):
-        make(critic=critic, envs=[*envs[:1], *envs[1::2]]).learn(32, callback=InContextCallback(cross_fit=True))
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2])
+def test_an_environment_that_is_alone_keeps_the_frozen_values_or_says_so(n_tasks):
+    tasks = {1: [{}], 2: [{"task": task, "n_tasks": 2} for task in (0, 1, 1)]}[n_tasks]
+    options = {"critic": {**LITERAL, "n_tasks": n_tasks, "ridge": 1e-2}, "envs": tasks}
+    kept, frozen = rollout_of(make(**options), 48 * len(tasks), cross_fit=True)
+    np.testing.assert_array_equal(kept["values"], frozen["values"])
+    sync = ContextSyncCallback()
+    of_tasks = " of each of the 2 tasks" if n_tasks == 2 else ""
+    with pytest.raises(ValueError, match=f"at least 2 environments{of_tasks}; got 1"):
+        make(**options).learn(48, callback=[sync, CrossFitCallback(sync)])
 
 
 def test_raw_transitions_are_measured_with_the_statistics_of_the_rollout_s_end():
@@ -194,11 +208,13 @@ def test_raw_transitions_are_measured_with_the_statistics_of_the_rollout_s_end()
     model.learn(144, callback=callback)
     envs = model.get_env().unwrapped.envs
     for env in range(3):
-        rows = []
+        rows, weights = [], []
         for other, wrapped in enumerate(envs):
             log = wrapped.unwrapped.log
             start = len(log) - 16
-            rows += log[max(0, start - 24) : start] + (log[start:] if other != env else [])
+            stop = len(log) if other != env else start
+            rows += log[max(0, start - 24) : stop]
+            weights += [0.1 ** ((len(log) - 1 - step) / 24) for step in range(max(0, start - 24), stop)]
         raw = context_of(rows)
 
         def norm(states):
@@ -207,7 +223,8 @@ def test_raw_transitions_are_measured_with_the_statistics_of_the_rollout_s_end()
 
         hand = InContextCritic(2, gamma=GAMMA, **LITERAL)
         rewards = np.clip(raw.rewards.numpy() / seen["scale"], -10, 10)
-        hand.condition(Context(norm(raw.states), rewards, norm(raw.next_states), raw.terminated, raw.truncated))
+        given = Context(norm(raw.states), rewards, norm(raw.next_states), raw.terminated, raw.truncated)
+        hand.condition(given.weighted(weights))
         expected = hand(torch.from_numpy(seen["observations"][:, env]).double()).numpy().ravel() - float(hand.offset)
         np.testing.assert_allclose(seen["values"][:, env], expected, rtol=1e-3, atol=1e-4)
 
@@ -219,7 +236,7 @@ def test_without_it_nothing_changes_and_a_model_may_go_on_without():
     model.learn(96, callback=InContextCallback(cross_fit=True))
     assert model.policy.cross_fitted is not None
     values = model.rollout_buffer.values
-    model.learn(48, callback=InContextCallback(), reset_num_timesteps=False)
+    model.learn(48, callback=InContextCallback(cross_fit=False), reset_num_timesteps=False)
     assert model.policy.cross_fitted is None and values is not model.rollout_buffer.values
 
 
@@ -266,8 +283,6 @@ def test_environments_are_dealt_evenly_by_task():
 
 
 def test_what_a_user_gets_wrong():
-    with pytest.raises(ValueError, match=r"at least 2 environments; got 1. Take n_envs=2 or more, or cross_fit=False"):
-        make(n_envs=1).learn(16, callback=InContextCallback(cross_fit=True))
     with pytest.raises(ValueError, match="n_folds must be at least 2"):
         CrossFitCallback(ContextSyncCallback(), n_folds=1)
     # Never given to `learn`, so that it has seen nothing.

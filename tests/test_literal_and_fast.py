@@ -168,7 +168,7 @@ def test_literal_pass_and_fast_path_agree_through_landmarks(name, n_layers):
     difference = nystrom(s, s) - 0.9 * nystrom(s, s_next) * ~one.terminated.numpy()[present]
     # alpha from the transformer's own first step; everything after it is checked.
     if n_layers:
-        alpha = 0.8 / float(transformer._normalizer(NystromKernel(kernel, z), one.states, one.mask))
+        alpha = 0.8 / float(transformer._normalizer(NystromKernel(kernel, z), one.states, one.mask, None, one.weights))
         for _ in range(n_layers):
             c, delta = c + alpha * delta, delta - alpha * difference.T @ delta
     close(fast(asked)[0], c @ nystrom(s, asked) + constant)
@@ -179,7 +179,7 @@ def test_the_step_through_landmarks_is_bounded_by_the_top_eigenvalue():
     transformer = InContextTransformer(KERNELS["rbf"], 1.0, n_layers=1, n_landmarks=8)
     kernel = NystromKernel(KERNELS["rbf"], transformer.condition(context).centers)
     top = float(torch.linalg.eigvalsh(kernel(context.states, context.states))[-1])
-    normalizer = float(transformer._normalizer(kernel, context.states, context.mask))
+    normalizer = float(transformer._normalizer(kernel, context.states, context.mask, None, context.weights))
     assert top <= normalizer * (1 + 1e-9)
     assert normalizer < 10 * top
 

@@ -89,7 +89,9 @@ def test_the_newest_of_prior_and_recorded_are_the_window_until_it_is_full():
     # From then on the critic is what it is without a prior.
     snapshots = callback.contexts[3].snapshots
     hand = InContextCritic(2, gamma=GAMMA, n_landmarks=None)
-    hand.condition(Context.cat([snapshot.context for snapshot in snapshots]))
+    recorded_ones = Context.cat([snapshot.context for snapshot in snapshots])
+    weights = [0.1 ** ((len(s.context) - 1 - i) / s.length) for s in snapshots for i in range(len(s.context))]
+    hand.condition(recorded_ones.weighted(weights))
     expected = (hand(callback.observations[3]).ravel() - float(hand.offset)).numpy()
     np.testing.assert_allclose(callback.values[3], expected, rtol=1e-5)
 

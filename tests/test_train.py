@@ -171,23 +171,21 @@ def pendulum_data(tmp_path):
     return "pendulum/random-v0", str(tmp_path / "data")
 
 
-def test_a_run_with_a_prior_and_cross_fitting_is_named_so_and_can_be_resumed(tmp_path, pendulum_data, capsys):
+def test_a_run_with_a_prior_and_a_frozen_critic_is_named_so_and_can_be_resumed(tmp_path, pendulum_data, capsys):
     name, root = pendulum_data
-    options = {"cross_fit": True, "prior": (name,), "root": root, "context_rollouts": 4}
+    options = {"cross_fit": False, "prior": (name,), "root": root, "context_rollouts": 4}
     run = TrainingRun(small(tmp_path / "run", **options, total_timesteps=256))
-    assert len(run.prior) == 400 and run.config.label() == "Pendulum-v1-in-context+cross-fit+prior-seed0"
+    assert len(run.prior) == 400 and run.config.label() == "Pendulum-v1-in-context+frozen+prior-seed0"
     run.learn()
     critic = run.model.policy.critic
     assert int(critic.context.mask.sum()) == 400  # of a window of 1024
-    assert run.folder.config["prior"] == [name] and run.folder.config["cross_fit"] is True
+    assert run.folder.config["prior"] == [name] and run.folder.config["cross_fit"] is False
     again = TrainingRun(TrainConfig(resume=str(tmp_path / "run"), total_timesteps=512))
-    assert again.prior == run.prior and again.config.cross_fit and again.config.root == root
+    assert again.prior == run.prior and not again.config.cross_fit and again.config.root == root
     again.learn()
     assert int(again.model.policy.critic.context.mask.sum()) == 656 and again.folder.finished
     for arguments, message in (
-        (["--critic", "mlp", "--cross-fit"], "--cross-fit belongs to an in-context critic"),
         (["--critic", "none", "--prior", name], "--prior belongs to an in-context critic"),
-        (["--cross-fit", "--n-envs", "1"], "at least 2 environments; got 1"),
         (["--prior", name, name, "--root", root], "expected 1, got 2"),
         (["--prior", "no/such-v0", "--root", root], "no Minari dataset 'no/such-v0'"),
         (["--env", "MountainCarContinuous-v0", "--prior", name, "--root", root], "states of prior have 3 entries"),

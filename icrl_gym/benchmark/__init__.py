@@ -52,7 +52,7 @@ class BenchmarkConfig(RunOptions):
                     critic = cast(CriticName, name)
                     prior = (data,) if "prior" in added else ()
                     config = TrainConfig(
-                        **shared, env=(env,), critic=critic, cross_fit="cross-fit" in added, prior=prior, seed=seed
+                        **shared, env=(env,), critic=critic, cross_fit="frozen" not in added, prior=prior, seed=seed
                     )
                     config.run_dir = str(Path(self.out) / "runs" / _file_name(config.label()))
                     if not CRITICS[critic].takes_options:
@@ -134,6 +134,8 @@ def _require_same(run: TrainConfig, folder: RunFolder) -> None:
     free = {"resume", "run_dir", "checkpoint_freq", "verbose", "root"}
     if not CRITICS[run.critic].in_context:
         free |= {"context_rollouts", "critic_options"}  # it has none
+    if not CRITICS[run.critic].cross_fits:
+        free.add("cross_fit")
     for name, value in wanted.items():
         if name not in free and stored[name] != value:
             raise ValueError(

@@ -29,6 +29,7 @@ from icrl_gym.callbacks.cross_fit import deal, fold
 from icrl_gym.context import Context
 from icrl_gym.critic_benchmark.recording import LAG, Recording
 from icrl_gym.critic_benchmark.settings import LEARNED, TRUTH, ZERO, Setting
+from icrl_gym.recency import aged
 
 __all__ = ["SCORES", "critic_values", "gae", "score_cell", "score_rollout", "scores_of"]
 
@@ -61,8 +62,12 @@ def critic_values(recording: Recording, k: int, setting: Setting) -> tuple[Array
         )
     rows = recording.rollout(k)
     seen, following = recording.seen[rows], _following(recording, k)
-    before = [recording.transitions(env, rows.start - length, rows.start) for env in range(n_envs)]
     critic = setting.build(seen.shape[-1], recording.config.gamma)
+    raw = [recording.transitions(env, rows.start - length, rows.start) for env in range(n_envs)]
+
+    def before(age: int) -> list[Context]:
+        return [aged(context, length, critic.oldest_weight, age) for context in raw]
+
     values, next_values, offsets = np.zeros((n_steps, n_envs)), np.zeros((n_steps, n_envs)), np.zeros(n_envs)
 
     def evaluate(columns: Any) -> None:
@@ -72,14 +77,15 @@ def critic_values(recording: Recording, k: int, setting: Setting) -> tuple[Array
         offsets[columns] = float(critic.offset)
 
     if setting.context == "frozen":
-        critic.condition(recording.view(k).context(Context.cat(before)))
+        critic.condition(recording.view(k).context(Context.cat(before(0))))
         evaluate(slice(None))
         return values, next_values, offsets
     # At the rollout's end, with the statistics of that moment.
     view = recording.view(k + 1)
-    within = [recording.transitions(env, rows.start, rows.stop) for env in range(n_envs)]
+    new = [recording.transitions(env, rows.start, rows.stop) for env in range(n_envs)]
+    within = [aged(context, length, critic.oldest_weight) for context in new]
     for held_out in deal([0] * n_envs):
-        critic.condition(view.context(Context.cat(fold(before, within, held_out))))
+        critic.condition(view.context(Context.cat(fold(before(n_steps), within, held_out))))
         evaluate(held_out)
     return values, next_values, offsets
 

@@ -135,8 +135,8 @@ def read_settings(file: Path) -> list[Setting]:
 
 
 def _td_laplacian(name: str, critic: Mapping[str, Any] | None = None, **options: Any) -> Setting:
-    """A setting of TD(0) with the Laplacian kernel alone, but for what ``critic`` says: the critic's own defaults are others."""
-    return Setting(name, {"kernel": "laplacian", "algorithm": "td", **(critic or {})}, **options)
+    """A setting of TD(0) with the Laplacian kernel alone and no recency, but for what ``critic`` says: the defaults are others."""
+    return Setting(name, {"kernel": "laplacian", "algorithm": "td", "oldest_weight": 1.0, **(critic or {})}, **options)
 
 
 def _default_settings() -> list[Setting]:
