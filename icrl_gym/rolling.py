@@ -145,10 +145,14 @@ class RollingConditioner:
             context: One context, oldest first; the last ``length`` of its transitions count.
 
         Raises:
-            ValueError: A batch of contexts, or states of another size.
+            ValueError: A batch of contexts, states of another size, or weights.
         """
         if context.batch_shape or context.n_features != self.context.n_features:
             raise ValueError(f"expected one context of states with {self.context.n_features} entries, got {context!r}.")
+        if context.is_weighted:
+            raise ValueError(
+                "a rolling context counts every transition alike, got one with weights; condition it with `transformer.condition`."
+            )
         new = context.to(self.context.states.device, torch.float64)
         new = new[new.mask][-self.length :]
         if not len(new):
