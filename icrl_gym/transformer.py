@@ -32,7 +32,8 @@ from icrl_gym._typing import Bool, Float
 from icrl_gym.algorithms import Algorithm, AlgorithmName
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.distances import row_blocks
-from icrl_gym.kernels import Kernel, NystromKernel, spread_rows
+from icrl_gym.kernels import Kernel, NystromKernel
+from icrl_gym.landmarks import choose_landmarks
 from icrl_gym.solvers import (
     Directions,
     System,
@@ -663,7 +664,7 @@ class InContextTransformer(nn.Module):
     def _landmarks(self, context: Context) -> tuple[Float[Tensor, "*b M d"] | None, Bool[Tensor, "*b M"] | None]:
         if self.n_landmarks is None:
             return None, None
-        return spread_landmarks(context, self.n_landmarks)
+        return choose_landmarks(context, self.n_landmarks)
 
     def _normalizer(
         self,
@@ -772,26 +773,6 @@ def _is_last(keys: Bool[Tensor, "*b c"]) -> Bool[Tensor, "*b c"]:
     last = torch.zeros_like(keys)
     last[..., -1] = True
     return last
-
-
-def spread_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Bool[Tensor, "*b M"]]:
-    """At most ``most`` states of each context, evenly spread over its transitions; of a weighted one, over their weight.
-
-    Returns:
-        (..., M, d) states and (..., M) bool, False where a context has fewer than M transitions.
-    """
-    size = min(most, len(context))
-    flat = context.states.reshape(context.batch_shape.numel(), *context.states.shape[-2:])
-    chosen, present = [], []
-    shape = flat.shape[:-1]
-    weights = context.weights.reshape(shape) if context.is_weighted else [None] * len(flat)
-    for states, mask, weight in zip(flat, context.mask.reshape(shape), weights, strict=True):
-        rows = mask.nonzero().squeeze(-1)
-        rows = rows[spread_rows(len(rows), size, rows.device, None if weight is None else weight[rows])]
-        chosen.append(torch.nn.functional.pad(states[rows], (0, 0, 0, size - len(rows))))
-        present.append(torch.arange(size, device=states.device) < len(rows))
-    shape = (*context.batch_shape, size)
-    return torch.stack(chosen).reshape(*shape, context.n_features), torch.stack(present).reshape(shape)
 
 
 def _step_sizes(step_sizes: float | Sequence[float] | Tensor | None, n_layers: float | None) -> Tensor:

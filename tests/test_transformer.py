@@ -80,9 +80,13 @@ def loop_through_landmarks(k, context, points, steps, gamma, normalization, shif
         constant = sum(r) / sum(weight)
         r = r - constant * np.array(weight)
     m = min(most, len(context), n)
+    half = (m + 1) // 2 if n > m else m
     golden = (math.sqrt(5) - 1) / 2
-    stretches = [range(i * n // m, (i + 1) * n // m) for i in range(m)]
+    stretches = [range(i * n // half, (i + 1) * n // half) for i in range(half)]
     z = np.array([s[rows[int(i * golden % 1 * len(rows))]] for i, rows in enumerate(stretches)])
+    for _ in range(m - half):  # these contexts are short: every state is a candidate
+        gaps = np.linalg.norm(s[:, None] - z[None], axis=-1).min(1)
+        z = np.vstack([z, s[gaps.argmax()]])
     values, vectors = np.linalg.eigh(k(z, z))
     kept = values > 1e-10 * values[-1]
     root = vectors[:, kept] / np.sqrt(values[kept])
