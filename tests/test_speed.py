@@ -247,7 +247,9 @@ def test_nothing_piles_up_over_a_thousand_updates(depth, shift):
     rolling.extend(stream[:48])
     for start in range(48, len(stream), 3):
         rolling.extend(stream[start : start + 3])
-        value = rolling.condition()
+        if start % 60 == 0:
+            rolling.condition()
+    value = rolling.condition()
     twin = transformer.condition(stream[-48:])
     queries = random_states(30, 4) + shift
     torch.testing.assert_close(value(queries), twin(queries), rtol=0, atol=1e-8)
