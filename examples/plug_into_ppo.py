@@ -24,9 +24,10 @@ def main() -> None:
     quick = parser.parse_args().quick
 
     torch.set_num_threads(1)  # networks this small are slowed down by more
-    env = make_vec_env("Pendulum-v1", n_envs=4, seed=0, wrapper_class=RollingContext, wrapper_kwargs={"length": 1024})
-    env = VecNormalize(env, gamma=0.9)
     n_steps = 64 if quick else 512
+    window = {"length": 8 * n_steps}  # eight rollouts
+    env = make_vec_env("Pendulum-v1", n_envs=4, seed=0, wrapper_class=RollingContext, wrapper_kwargs=window)
+    env = VecNormalize(env, gamma=0.9)
     model = PPO(InContextActorCriticPolicy, env, gamma=0.9, n_steps=n_steps, learning_rate=1e-3, seed=0, device="cpu")
     model.learn(512 if quick else 100_000, callback=InContextCallback())
 

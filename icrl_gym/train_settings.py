@@ -97,7 +97,7 @@ class TrainConfig(RunOptions):
         self.env = tuple(name for names in self.env for name in names.split(",") if name)
         if self.n_envs is None:
             n_tasks = max(len(self.env), 1)
-            self.n_envs = n_tasks * math.ceil(4 / n_tasks)
+            self.n_envs = n_tasks * max(2, math.ceil(4 / n_tasks))  # cross-fitting takes two of each
         if self.eval_freq is None:
             self.eval_freq = 0
         self.prior = tuple(name for names in self.prior for name in names.split(",") if name)

@@ -398,7 +398,7 @@ def test_two_processes_in_one_folder(tmp_path, capsys):
     assert main([*PENDULUM, "--run-dir", str(path)]) == 0
 
 
-@pytest.mark.parametrize("n_tasks, n_envs", [(1, 4), (2, 4), (3, 6), (5, 5)])
+@pytest.mark.parametrize("n_tasks, n_envs", [(1, 4), (2, 4), (3, 6), (4, 8), (5, 10)])
 def test_several_tasks_have_equally_many_environments(n_tasks, n_envs):
     assert TrainConfig(env=("a",) * n_tasks).n_envs == n_envs
     assert TrainConfig(env=("a",) * n_tasks, n_envs=2).n_envs == 2
