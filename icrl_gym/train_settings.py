@@ -26,7 +26,7 @@ class RunOptions:
     total_timesteps: int = 60_000
     """Environment steps, over all environments."""
     n_envs: int | None = None
-    """Environments side by side; default 4, or as many more as several tasks need to have equally many each."""
+    """Environments side by side; default 4 of one task, and equally many, two at least, of each of several."""
     n_steps: int = 512
     """Steps of each environment in a rollout."""
     batch_size: int = 64
