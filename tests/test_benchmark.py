@@ -273,7 +273,7 @@ def test_critics_are_compared_and_finished_runs_kept_also_in_their_small_form(tm
     assert (out / "results.md").read_text() == report and read_rows(out) == rows
     with pytest.raises(ValueError, match=r"holds a run with --gamma 0.9, not 0.5"):
         benchmark(BenchmarkConfig(**{**options, "gamma": 0.5}))
-    with pytest.raises(ValueError, match=r"in-context-seed0 holds a run with --context-rollouts 2, not 3"):
+    with pytest.raises(ValueError, match=r"in-context-seed0 holds a run with --context-rollouts 8, not 3"):
         benchmark(BenchmarkConfig(**options, context_rollouts=3))
     # A run without a context has no length of it.
     benchmark(BenchmarkConfig(**{**options, "critics": ("mlp",)}, context_rollouts=3))

@@ -194,7 +194,7 @@ def test_ctrl_c_leaves_a_whole_run_also_with_worker_processes(vec_env, tmp_path)
     assert f"--resume {folder.path}" in error
     reached = folder.status["timesteps"]
     assert folder.status["status"] == "interrupted" and folder.checkpoints[-1].name == f"step_{reached:010d}"
-    assert sum(map(len, load_contexts(folder.checkpoints[-1] / "contexts.npz"))) == min(reached, 2 * 64 * 2)
+    assert sum(map(len, load_contexts(folder.checkpoints[-1] / "contexts.npz"))) == min(reached, 2 * 64 * 8)
     assert len(folder.read_episodes()) == 2 * (reached // 400)
     folder.write_config({**folder.config, "total_timesteps": reached + 128})  # 400,000 would take minutes
     train(TrainConfig(resume=str(folder.path)))

@@ -49,7 +49,7 @@ def test_a_run_s_folder_answers_what_it_was(tmp_path, critic):
     contexts = folder.checkpoints[-1] / "contexts.npz"
     assert contexts.exists() == (critic == "in-context")
     if contexts.exists():
-        assert [len(c) for c in load_contexts(contexts)] == [256, 256]
+        assert [len(c) for c in load_contexts(contexts)] == [512, 512]
 
 
 def test_the_same_seed_plays_the_same_episodes(tmp_path):
@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
     assert run.model.num_timesteps == reached
     normalize = run.model.get_vec_normalize_env()
     assert isinstance(normalize, VecNormalize) and normalize.obs_rms.count > reached * 0.9
-    assert sum(len(c) for c in run.env.get_attr("context")) == min(reached, 2 * 256)
+    assert sum(len(c) for c in run.env.get_attr("context")) == min(reached, 2 * 8 * 128)
     run.learn()
     assert folder.finished and folder.status["timesteps"] == 6144
     episodes = folder.read_episodes()
