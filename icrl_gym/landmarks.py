@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from icrl_gym._typing import Float, Int
+from icrl_gym._typing import Bool, Float, Int
 from icrl_gym.context import Context
 from icrl_gym.kernels import spread_rows
 
@@ -56,7 +56,7 @@ def landmark_rows(states: Float[Tensor, "n d"], most: int, weights: Float[Tensor
     return torch.cat([first, among[farthest]])
 
 
-def choose_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Tensor]:
+def choose_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d"], Bool[Tensor, "*b M"]]:
     """The landmarks of each context (:func:`landmark_rows`).
 
     Args:
@@ -68,10 +68,10 @@ def choose_landmarks(context: Context, most: int) -> tuple[Float[Tensor, "*b M d
     """
     size = min(most, len(context))
     flat = context.states.reshape(context.batch_shape.numel(), *context.states.shape[-2:])
-    shape = flat.shape[:-1]
-    weights = context.weights.reshape(shape) if context.is_weighted else [None] * len(flat)
+    rows_of = flat.shape[:-1]
+    weights = context.weights.reshape(rows_of) if context.is_weighted else [None] * len(flat)
     chosen, present = [], []
-    for states, mask, weight in zip(flat, context.mask.reshape(shape), weights, strict=True):
+    for states, mask, weight in zip(flat, context.mask.reshape(rows_of), weights, strict=True):
         there = states[mask]
         rows = landmark_rows(there.detach(), size, None if weight is None else weight[mask])
         chosen.append(torch.nn.functional.pad(there[rows], (0, 0, 0, size - len(rows))))

@@ -396,7 +396,7 @@ def fixed_point(
     traced_targets = algorithm.traced(targets, context, gamma)
     follows = goes_on(context).unsqueeze(-2) if algorithm.has_trace else None
     after = root.new_zeros(())  # the trace that comes in from the block behind
-    differences = []
+    differences: list[Tensor] = []
     weighted = context.is_weighted
     present = None if bool(kernel.mask.all()) else kernel.mask
     # From the last block to the first, as traces run: forward in time, from the errors that follow.

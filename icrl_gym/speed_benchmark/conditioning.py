@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def conditioning(settings: Settings) -> list[Measured]:
     for type_name, dtype in (("float64", torch.float64), ("float32", torch.float32)):
         context = random_context(n, d, dtype=dtype)
         transformer = InContextTransformer(RBFKernel(float(d)), n_layers=layers)
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "ours": functools.partial(transformer.condition, context),
             "bare": functools.partial(_bare, context.states, context.rewards, layers),
         }
@@ -137,7 +138,10 @@ def batch(settings: Settings) -> list[Measured]:
             ) -> list[Tensor]:
                 return [transformer.condition(context).coefficients for context in contexts]
 
-            calls = {"batch": functools.partial(transformer.condition, together), "loop": loop}
+            calls: dict[str, Callable[[], object]] = {
+                "batch": functools.partial(transformer.condition, together),
+                "loop": loop,
+            }
             taken = side_by_side(calls, settings.rounds)
             difference = float((transformer.condition(together).coefficients - torch.stack(loop())).abs().max())
             rows.append(

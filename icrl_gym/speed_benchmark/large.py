@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def _transformer(d: int, landmarks: int | None) -> InContextTransformer:
     )  # fmt: skip
 
 
-def _condition_at(sizes: list[int], d: int, rounds: int, threads: int) -> dict[str, object]:
+def _condition_at(sizes: list[int], d: int, rounds: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     transformer = _transformer(d, _LANDMARKS)
     whole = random_context(sizes[-1], d)

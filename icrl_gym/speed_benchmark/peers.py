@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -108,12 +109,12 @@ def _gpytorch(
 def _keops(states: Tensor, targets: Tensor, queries: Tensor, alpha: float, temperature: float) -> Callable[[], Tensor]:
     from pykeops.torch import Vi, Vj
 
-    def kernel(x: Tensor, y: Tensor) -> object:
+    def kernel(x: Tensor, y: Tensor) -> Any:
         return (-Vi(x).sqdist(Vj(y)) / (2 * temperature)).exp()
 
     def values() -> Tensor:
-        weights = kernel(states, states).solve(targets.unsqueeze(-1), alpha=alpha, eps=1e-8)  # type: ignore[attr-defined]
-        return (kernel(queries, states) @ weights).squeeze(-1)  # type: ignore[operator]
+        weights = kernel(states, states).solve(targets.unsqueeze(-1), alpha=alpha, eps=1e-8)
+        return (kernel(queries, states) @ weights).squeeze(-1)
 
     return values
 

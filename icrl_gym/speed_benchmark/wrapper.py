@@ -24,7 +24,7 @@ class Trivial(gym.Env[np.ndarray, int]):
 
     def __init__(self, n_features: int = 39) -> None:
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (n_features,), np.float32)
-        self.action_space = gym.spaces.Discrete(2)
+        self.action_space: gym.Space[Any] = gym.spaces.Discrete(2)
         self._observation = np.zeros(n_features, np.float32)
 
     def reset(
