@@ -378,10 +378,14 @@ def fixed_point(
     n = torch.where(n > 0, n, 1.0)
     if not isinstance(kernel, NystromKernel):
         problem, _ = system(kernel, context, algorithm, rewards.double(), shift, gamma, ridge)
-        right = algorithm.traced(problem.targets, context, gamma)
-        matrix = algorithm.traced(problem.matrix.transpose(-1, -2), context, gamma).transpose(-1, -2)
-        matrix = matrix if problem.weights is None else matrix * problem.weights.unsqueeze(-2)
-        matrix = matrix + torch.diag_embed(problem.ridge.unsqueeze(-1) + (~context.mask).double())
+        # (A w + rho n W^-1) b = y: on the ridge's side the trace touches two diagonals, as W A it would take passes over all of A.
+        right, matrix = problem.targets, problem.matrix
+        matrix = matrix.clone() if problem.weights is None else matrix * problem.weights.unsqueeze(-2)
+        rho_n = problem.ridge.unsqueeze(-1)
+        matrix.diagonal(dim1=-2, dim2=-1).add_(rho_n + (~context.mask).double())
+        if algorithm.has_trace:
+            beside = rho_n * gamma * algorithm.trace_decay * goes_on(context).double()
+            matrix.diagonal(1, dim1=-2, dim2=-1).sub_(beside[..., :-1])
         solution = _solve(matrix, right, ridge)
         errors = problem.targets - problem.times(solution)
         _require_solved(matrix, solution, right, problem.targets, errors, ridge, most_growth)
