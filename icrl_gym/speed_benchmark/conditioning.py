@@ -75,7 +75,7 @@ def _numpy_layers(context: Context, temperature: float, layers: int, gamma: floa
 def rolling(settings: Settings) -> list[Measured]:
     """New transitions into a rolling context against conditioning afresh on what is then in it."""
     n, new, d = settings.size(1024, 64), settings.size(64, 8), settings.n_features
-    updates = settings.size(1000, 50)
+    updates = settings.size(1000, 10)
     kernel = LaplacianKernel(float(d) ** 0.5)
     transformers = {
         "fixed point of TD(0.8)": InContextTransformer(
