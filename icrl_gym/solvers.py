@@ -382,7 +382,11 @@ def fixed_point(
         right, matrix = problem.targets, problem.matrix
         matrix = matrix.clone() if problem.weights is None else matrix * problem.weights.unsqueeze(-2)
         rho_n = problem.ridge.unsqueeze(-1)
-        matrix.diagonal(dim1=-2, dim2=-1).add_(rho_n + (~context.mask).double())
+        # A one where a transition says nothing: it is not there, or it stays where it is and gamma is 1 (its difference is 0).
+        silent = ~context.mask
+        if algorithm.differences:
+            silent = silent | (matrix.diagonal(dim1=-2, dim2=-1) == 0)
+        matrix.diagonal(dim1=-2, dim2=-1).add_(rho_n + silent.double())
         if algorithm.has_trace:
             beside = rho_n * gamma * algorithm.trace_decay * goes_on(context).double()
             matrix.diagonal(1, dim1=-2, dim2=-1).sub_(beside[..., :-1])
@@ -415,9 +419,13 @@ def fixed_point(
             after = followed[..., 0]
         matrix = matrix + keys @ followed.transpose(-1, -2)
         differences.insert(0, difference)
-    # Directions that were cut off as rounding hold nothing; a one keeps the system regular where rho is 0.
-    dead = (root.abs().sum(-2) == 0).double()
     matrix = root.transpose(-1, -2) @ matrix @ root / n.unsqueeze(-1)
+    # Directions that were cut off as rounding hold nothing, and of differences those in which nothing moves; a one keeps
+    # the system regular where rho is 0.
+    dead = root.abs().sum(-2) == 0
+    if algorithm.differences:
+        dead = dead | (matrix.diagonal(dim1=-2, dim2=-1) == 0)
+    dead = dead.double()
     size = trace(matrix).unsqueeze(-1) if algorithm.differences else 1.0
     matrix = matrix + torch.diag_embed(ridge * size + dead)
     right = _apply(root.transpose(-1, -2), right) / n

@@ -407,6 +407,24 @@ def test_no_context_stops_a_critic_of_infinite_depth(case, algorithm, landmarks,
     assert torch.isfinite(critic(torch.cat([context.states, context.next_states]))).all()
 
 
+@pytest.mark.parametrize("landmarks", [None, 4])
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_transition_that_stays_says_nothing_about_differences_of_values(moves, landmarks):
+    # With gamma 1 the difference of V(s) and V(s) is 0 whatever V is: one such transition, alone or beside one that moves.
+    states, next_states, rewards = [[1.0], [0.0]], [[1.0], [1.0]], [0.6, 2.0]
+    n = 1 + moves
+    context = Context(states[:n], rewards[:n], next_states[:n], [False] * n)
+    critic = InContextCritic(
+        1, gamma=1.0, algorithm="residual_gradient", ridge=0.0 if moves else 1e-4, value_shift=False, standardize=False,
+        n_landmarks=landmarks, kernel="rbf", temperature=1.0,
+    )  # fmt: skip
+    critic.condition(context)
+    values = critic(torch.tensor([[0.0], [1.0]], dtype=torch.float64))
+    assert torch.isfinite(values).all()
+    # V(0) - V(1) = 2 where that is all that is known, and nothing where nothing is.
+    torch.testing.assert_close((values[0] - values[1]).item(), 2.0 if moves else 0.0, rtol=1e-6, atol=1e-9)
+
+
 def test_a_fixed_point_that_does_not_exist_is_looked_for_with_a_larger_ridge():
     # Two states whose successors are the other's, and gamma 1: (K - K') is singular, and near to that with a ridge.
     context = Context([[0.0], [1.0]], [1.0, 1.0], [[1.0], [0.0]], [False, False])
