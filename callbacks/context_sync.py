@@ -19,7 +19,7 @@ from icrl_gym.context import Context
 from icrl_gym.critic import Evaluation
 from icrl_gym.recency import aged
 
-__all__ = ["ContextSyncCallback", "Window"]
+__all__ = ["ContextSyncCallback", "Window", "pooled"]
 
 
 class Window(NamedTuple):
@@ -61,6 +61,10 @@ class ContextSyncCallback(RolloutCallback):
             takes its statistics from those that stand in the window, as if it had seen them, so that context and observations
             are measured alike in the first rollout too; it is the only time that the prior reaches them.
 
+    Attributes:
+        waits: Another callback says when to look ahead (:meth:`look_ahead`), as cross-fitting does: it may have evaluated the next
+            context along with its own.
+
     Raises:
         TypeError: The policy is not an :class:`~icrl_gym.policy.InContextActorCriticPolicy`; a prior that is no Context.
         ValueError: An environment has no :class:`~icrl_gym.wrappers.RollingContext`; the critic was given another gamma
@@ -81,6 +85,8 @@ class ContextSyncCallback(RolloutCallback):
         self._ahead: _Ahead | None = None
         self._before: Window | None = None
         self._after: Window | None = None
+        self._view: PolicyView | None = None
+        self.waits = False
 
     def _init_callback(self) -> None:
         super()._init_callback()
@@ -124,16 +130,33 @@ class ContextSyncCallback(RolloutCallback):
     def _on_rollout_end(self) -> None:
         view, snapshots = PolicyView(self.training_env), self._snapshots()
         self._check_transitions(view, snapshots)
-        self._after = window = self._window(snapshots)
-        if self._worker is not None and self.num_timesteps < self.model._total_timesteps:
-            evaluation = self._worker.submit(self.critic.evaluate, pooled(view, window, self.critic.oldest_weight))
-            self._ahead = _Ahead(evaluation, view, window)
+        self._after = self._window(snapshots)
+        self._view = view
+        if not self.waits:
+            self.look_ahead()
+
+    def look_ahead(self, evaluation: Evaluation | None = None) -> None:
+        """Evaluate the next context in a thread, now that the rollout has ended.
+
+        Args:
+            evaluation: It has been already: of the pooled transitions of :meth:`windows`' second, in the view of this moment.
+        """
+        if self._worker is None or self.num_timesteps >= self.model._total_timesteps:
+            return
+        view, (_, window) = self._view, self.windows()
+        assert view is not None
+        if evaluation is None:
+            ahead = self._worker.submit(self.critic.evaluate, pooled(view, window, self.critic.oldest_weight))
+        else:
+            ahead = Future()
+            ahead.set_result(evaluation)
+        self._ahead = _Ahead(ahead, view, window)
 
     def _on_training_end(self) -> None:
         self.critic.is_synced = False
         if self._worker is not None:
             self._worker.shutdown()
-        self._ahead = self._worker = self._before = self._after = None
+        self._ahead = self._worker = self._before = self._after = self._view = None
 
     def windows(self) -> tuple[Window, Window]:
         """What the critic was conditioned on when the rollout began, and what it will be on now that the rollout has ended.
@@ -228,23 +251,9 @@ class ContextSyncCallback(RolloutCallback):
 
 def pooled(view: PolicyView, window: Window, oldest_weight: float) -> Context:
     """The transitions of a window, the prior's first and then each environment's, as the policy sees them, weighed by their age."""
-    return view.context(Context.cat([filling_of(window, oldest_weight), *contexts_of(window, oldest_weight)]))
-
-
-def filling_of(window: Window, oldest_weight: float) -> Context:
-    """The raw part of the prior that stands in a window; it counts as the oldest."""
-    return window.filling.weighted(window.filling.weights * oldest_weight)
-
-
-def contexts_of(window: Window, oldest_weight: float, age: int = 0) -> list[Context]:
-    """The raw transitions of each environment, weighed by their age.
-
-    Args:
-        window: What was recorded.
-        oldest_weight: Of :class:`~icrl_gym.critic.InContextCritic`.
-        age: How many newer transitions each environment has recorded since.
-    """
-    return [aged(snapshot.context, snapshot.length, oldest_weight, age) for snapshot in window.snapshots]
+    filling = window.filling.weighted(window.filling.weights * oldest_weight)  # counts as the oldest
+    recorded = [aged(snapshot.context, snapshot.length, oldest_weight) for snapshot in window.snapshots]
+    return view.context(Context.cat([filling, *recorded]))
 
 
 def _unchanged(before: list[ContextSnapshot], now: list[ContextSnapshot]) -> bool:

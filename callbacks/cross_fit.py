@@ -6,40 +6,42 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from icrl_gym.callbacks.context_sync import ContextSyncCallback, contexts_of, filling_of
+from icrl_gym.callbacks.context_sync import ContextSyncCallback, Window, pooled
 from icrl_gym.callbacks.rollout import RolloutCallback, flat_observations
 from icrl_gym.callbacks.view import PolicyView
 from icrl_gym.wrappers import ContextSnapshot
 from stable_baselines3.common.utils import obs_as_tensor
 
-from icrl_gym.context import Context
-from icrl_gym.recency import aged
+from icrl_gym._typing import Int
 
-__all__ = ["N_FOLDS", "CrossFitCallback", "deal", "fold", "require_other_environments"]
+__all__ = ["N_FOLDS", "CrossFitCallback", "deal", "folds_of", "require_other_environments"]
 
 N_FOLDS = 4
-"""Contexts a rollout, at most: the cost of cross-fitting does not grow with the number of environments beyond that."""
+"""Folds of the environments, at most: the cost of cross-fitting does not grow with the number of environments beyond that."""
 
 
 class CrossFitCallback(RolloutCallback):
     """Cross-fits the values of a rollout: on-policy, and still out-of-sample.
 
-    When a rollout ends, the values of each environment's transitions are computed again from a context that holds, besides the
-    window from before the rollout, what *other* environments of the same task recorded in it. Raw transitions are brought to
-    the policy's view with the statistics of this moment, the rollout's end; the observations that are asked for are those of
-    the rollout buffer, as the policy got them.
+    When a rollout ends, the values of each environment's transitions are computed again from the window as it is then, without what
+    this very environment recorded in the rollout: what came before, and what *other* environments of the same task met. Raw
+    transitions are brought to the policy's view with the statistics of this moment, the rollout's end; the observations that are
+    asked for are those of the rollout buffer, as the policy got them.
 
     The buffer's values become these, without the offset, which differs from one context to the next. Its rewards at time limits
     bootstrap from them in place of the frozen critic, and SB3's own ``compute_returns_and_advantage`` gives advantages and returns.
     ``policy.cross_fitted`` says so to the callbacks that follow: none of them takes an offset out again.
+
+    The default critic's folds share one pass over the transitions (:meth:`~icrl_gym.critic.InContextCritic.evaluate_folds`), which
+    evaluates the context of the next rollout too.
 
     The critic itself keeps its frozen values of the rollout: what SB3's update asks for again is theirs (only its logged value loss
     reads them).
 
     Args:
         sync: The callback that keeps the critic's context; it must come before this one, and the centering after.
-        n_folds: At most so many contexts a rollout, at least 2. Each costs as much as conditioning the critic, and leaves out the
-            environments of one fold: one of each task, where there are no more than ``n_folds`` of it.
+        n_folds: At most so many, at least 2. Each leaves out the environments of one fold: one of each task, where there are no
+            more than ``n_folds`` of it.
         verbose: As for SB3.
         where_possible: With fewer than two environments (of a task) the rollout keeps the frozen critic's values, and nothing is
             raised.
@@ -68,11 +70,12 @@ class CrossFitCallback(RolloutCallback):
         with torch.no_grad():
             tasks = self.critic.tasks_of(self.policy.critic_states(obs_as_tensor(last, self.policy.device)))
         counts = torch.bincount(tasks, minlength=self.critic.n_tasks)
-        self._folds = []
+        self._folds, self.sync.waits = [], False
         if int(counts.min()) < 2 and self.where_possible:
             return
         require_other_environments(int(counts.min()), self.critic.n_tasks)
         self._folds = deal(tasks.tolist(), self.n_folds)
+        self.sync.waits = True
 
     def _on_rollout_start(self) -> None:
         super()._on_rollout_start()
@@ -100,16 +103,12 @@ class CrossFitCallback(RolloutCallback):
             following = self.policy.critic_states(obs_as_tensor(self.locals["new_obs"], self.policy.device))
         asked = torch.cat([states, following.unsqueeze(0)])
         rewards, last = np.array(self._rewards), np.zeros(n_envs)
-        view, (opening, closing) = PolicyView(self.training_env), self.sync.windows()
-        weight = self.critic.oldest_weight
-        filling = view.context(filling_of(opening, weight))
-        before = [view.context(context) for context in contexts_of(opening, weight, age=n_steps)]
-        within = [
-            view.context(aged(recorded_since(old, new, n_steps), new.length, weight))
-            for old, new in zip(opening.snapshots, closing.snapshots, strict=True)
-        ]
-        for held_out in self._folds:
-            evaluation = self.critic.evaluate(Context.cat([filling, *fold(before, within, held_out)]))
+        opening, closing = self.sync.windows()
+        context = pooled(PolicyView(self.training_env), closing, self.critic.oldest_weight)
+        folds = folds_of(opening, closing, n_steps, self._folds)
+        whole, without = self.critic.evaluate_folds(context, folds, len(self._folds))
+        self.sync.look_ahead(whole)
+        for held_out, evaluation in zip(self._folds, without, strict=True):
             values = self.critic.values_of(evaluation, asked[:, held_out].flatten(0, 1)).numpy(force=True)
             values = values.reshape(n_steps + 1, len(held_out))
             buffer.values[:, held_out], last[held_out] = values[:-1], values[-1]
@@ -144,25 +143,28 @@ def deal(tasks: Sequence[int], n_folds: int = N_FOLDS) -> list[list[int]]:
     return [envs for envs in folds if envs]
 
 
-def fold(before: Sequence[Context], within: Sequence[Context], held_out: Collection[int]) -> list[Context]:
-    """What the values of some environments' rollout may be fitted on: all that came before, and what the others met in it.
+def folds_of(
+    opening: Window, closing: Window, n_steps: int, held_out: Sequence[Collection[int]]
+) -> Int[torch.Tensor, n]:
+    """Which fold leaves a transition of the pooled window out: that of its environment, if the rollout recorded it, or 0, none.
 
     Args:
-        before: Of each environment, the transitions from before the rollout.
-        within: Of each environment, those of the rollout.
-        held_out: The environments whose values are asked for.
-
-    Returns:
-        The parts, environment after environment, oldest first.
+        opening: The window when the rollout began.
+        closing: And when it had ended.
+        n_steps: Steps of an environment in between.
+        held_out: The environments of each fold.
     """
-    parts = []
-    for env, (old, new) in enumerate(zip(before, within, strict=True)):
-        parts += [old] if env in held_out else [old, new]
-    return parts
+    parts = [torch.zeros(len(closing.filling), dtype=torch.long)]
+    for env, (old, new) in enumerate(zip(opening.snapshots, closing.snapshots, strict=True)):
+        folds = torch.zeros(len(new.context), dtype=torch.long)
+        fold = next((index for index, envs in enumerate(held_out, 1) if env in envs), 0)
+        folds[len(folds) - recorded_since(old, new, n_steps) :] = fold
+        parts.append(folds)
+    return torch.cat(parts)
 
 
-def recorded_since(old: ContextSnapshot, new: ContextSnapshot, n_steps: int) -> Context:
-    """The transitions that an environment has recorded between two snapshots, as far as its window still holds them.
+def recorded_since(old: ContextSnapshot, new: ContextSnapshot, n_steps: int) -> int:
+    """How many transitions an environment has recorded between two snapshots, as far as its window still holds them.
 
     Args:
         old: What it held before.
@@ -171,8 +173,7 @@ def recorded_since(old: ContextSnapshot, new: ContextSnapshot, n_steps: int) -> 
     """
     # A reset that cut or cleared the context is a change too. Both bounds are exceeded together only where a cut comes with a
     # refused value: then a transition from before counts twice, and none of the rollout is missed.
-    n = min(n_steps, new.n_changes - old.n_changes, len(new.context))
-    return new.context[len(new.context) - n :]
+    return min(n_steps, new.n_changes - old.n_changes, len(new.context))
 
 
 def require_other_environments(n_envs: int, n_tasks: int = 1) -> None:

@@ -139,10 +139,16 @@ def goes_on(context: Context) -> Tensor:
     return torch.nn.functional.pad(follows, (0, min(len(context), 1)), value=False)
 
 
+_BLOCK = 64
+"""Values that are summed at a time, where many rows are."""
+
+
 def discounted_sums(
     values: Float[Tensor, "*b n"], follows: Tensor, decay: Tensor | float, after: Tensor | None = None
 ) -> Float[Tensor, "*b n"]:
-    """x_i + decay x_{i+1} + decay^2 x_{i+2} + ... as far as each follows from the one before, in log2(n) steps.
+    """x_i + decay x_{i+1} + decay^2 x_{i+2} + ... as far as each follows from the one before.
+
+    In log2(n) steps over all values; for many rows with the same ``follows``, (..., 1, n), in products with matrices of a block.
 
     Args:
         values: (..., n)
@@ -151,6 +157,8 @@ def discounted_sums(
         after: (...), the sum of the transition behind the last, where this is a part of a longer row; it counts where ``follows``
             says so of the last.
     """
+    if follows.ndim > 1 and follows.shape[-2] == 1 and values.shape[-2] >= _BLOCK and values.shape[-1] > _BLOCK:
+        return _sums_by_blocks(values, follows, decay, after)
     weight = follows.to(values) * decay
     if after is not None and values.shape[-1]:
         last = values[..., -1] + weight[..., -1] * after
@@ -163,6 +171,32 @@ def discounted_sums(
         weight = weight * torch.nn.functional.pad(weight[..., reach:], pad)
         reach *= 2
     return values
+
+
+def _sums_by_blocks(
+    values: Float[Tensor, "*b k n"], follows: Tensor, decay: Tensor | float, after: Tensor | None
+) -> Float[Tensor, "*b k n"]:
+    first = values.shape[-1] % _BLOCK
+    if first:
+        # The blocks end where the row does, so what is left over of it is at its beginning.
+        behind = _sums_by_blocks(values[..., first:], follows[..., first:], decay, after)
+        return torch.cat(
+            [discounted_sums(values[..., :first], follows[..., :first], decay, behind[..., 0]), behind], -1
+        )
+    goes = follows.unflatten(-1, (-1, _BLOCK)).transpose(-3, -2)  # (..., blocks, 1, B)
+    identity = torch.eye(_BLOCK, dtype=values.dtype, device=values.device)
+    # (..., blocks, B, B): in row j and column i, how much x_j adds to the sum at i of the same block.
+    within = discounted_sums(identity.expand(*goes.shape[:-2], -1, -1), goes, decay)
+    sums = values.unflatten(-1, (-1, _BLOCK)).transpose(-3, -2) @ within
+    # (..., blocks, 1, B): how much the first sum of the block behind adds.
+    reach = within[..., -1:, :] * (goes[..., -1:].to(values) * decay)
+    carried = (sums.new_zeros(()) if after is None else after).expand(sums.shape[:-3] + sums.shape[-2:-1])
+    behind = []
+    for block in range(sums.shape[-3] - 1, -1, -1):
+        behind.insert(0, carried)
+        carried = sums[..., block, :, 0] + reach[..., block, :, 0] * carried
+    sums = torch.addcmul(sums, reach, torch.stack(behind, -2).unsqueeze(-1))
+    return sums.transpose(-3, -2).flatten(-2)
 
 
 def _total(context: Context) -> Float[Tensor, "*b 1"]:

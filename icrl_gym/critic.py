@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from icrl_gym._typing import Bool, Float
+from icrl_gym._typing import Bool, Float, Int
 from icrl_gym.adaptive import AdaptiveTransformer
 from icrl_gym.algorithms import AlgorithmName
 from icrl_gym.context import Context
@@ -229,15 +229,70 @@ class InContextCritic(nn.Module):
             FloatingPointError: The layers diverge on this context. A fixed point does not: where it does not exist, a larger ridge
                 is taken, with a warning.
         """
+        context, _ = self._by_itself(context, torch.zeros(len(context), dtype=torch.long))
+        context, mean, scale = self._measured(context)
+        return Evaluation(context, self._conditioned(context), mean, scale)
+
+    @torch.no_grad()
+    def evaluate_folds(
+        self, context: Context, folds: Int[Tensor, n], n_folds: int
+    ) -> tuple[Evaluation | None, list[Evaluation]]:
+        """The evaluations of what is left of a context without each fold: cross-fitting.
+
+        Where the transformer shares sums between folds (:attr:`InContextTransformer.shares_folds`; the default does) they take one
+        pass over the transitions, which gives that of the whole too, and have the coordinates, the temperature and the landmarks
+        that the states of the whole context give. Else each is evaluated on its own.
+
+        Args:
+            context: See :meth:`evaluate`.
+            folds: (n,), 0 for a transition that is never left out, f for one of fold f; in long stretches.
+            n_folds: How many.
+
+        Returns:
+            The evaluation of the whole, where it comes for nothing, else None; and those without fold 1, 2, ...
+
+        Raises:
+            ValueError: See :meth:`evaluate`.
+            FloatingPointError: See :meth:`evaluate`.
+
+        Source: Chernozhukov et al. 2018 (cross-fitting).
+        """
+        transformer = self.transformer
+        if isinstance(transformer, InContextTransformer) and transformer.shares_folds:
+            alone, of_fold = self._by_itself(context, folds)
+            measured, mean, scale = self._measured(alone)
+            # Where one of them is not there, or is implausible, each looks for a ridge of its own below.
+            with contextlib.suppress(FloatingPointError):
+                values = transformer.condition_folds(measured, of_fold, n_folds, most_growth=_MOST_GROWTH)
+                for fold, value in enumerate(values):
+                    kept = (of_fold != fold) | (fold == 0)
+                    self._require_plausible(value, measured.weighted(measured.weights * kept))
+                whole, *without = (Evaluation(measured, value, mean, scale) for value in values)
+                return whole, without
+        return None, [self.evaluate(context[folds != fold]) for fold in range(1, n_folds + 1)]
+
+    def _by_itself(self, context: Context, folds: Int[Tensor, n]) -> tuple[Context, Int[Tensor, "*b n"]]:
+        """A context in the critic's type, without empty places; several tasks as a batch. And the folds, in the same places.
+
+        Raises:
+            ValueError: See :meth:`evaluate`.
+        """
         if context.batch_shape or context.n_features != self.n_features:
             raise ValueError(
                 f"the critic expects one context of states with {self.n_features} entries, got {context!r}."
             )
         context = context.to(self.transformer.gamma.device, self.transformer.gamma.dtype)
+        folds = folds.to(context.mask.device)[context.mask]
         context = context[context.mask]
         if self.n_tasks > 1:
             task = self.tasks_of(context.states)
-            context = Context.stack([context[task == t] for t in range(self.n_tasks)])
+            own = [task == t for t in range(self.n_tasks)]
+            context = Context.stack([context[rows] for rows in own])
+            folds = torch.nn.utils.rnn.pad_sequence([folds[rows] for rows in own], batch_first=True)
+        return context, folds
+
+    def _measured(self, context: Context) -> tuple[Context, Tensor, Tensor]:
+        """A context in its own coordinates, the mean and the scale of its states."""
         mean, scale = standardization(context.states, context.weights) if self.standardize else _unit(context.states)
         context = Context(
             self._coordinates(context.states, mean, scale),
@@ -248,7 +303,7 @@ class InContextCritic(nn.Module):
             context.mask,
             context.weights,
         )
-        return Evaluation(context, self._conditioned(context), mean, scale)
+        return context, mean, scale
 
     def _conditioned(self, context: Context) -> ValueFunction:
         """The value function of a context; a fixed point that is not there, or is implausible, is looked for with larger ridges.
@@ -289,8 +344,17 @@ class InContextCritic(nn.Module):
                 the constant than two discounted sums of these rewards can be from each other: a system that is nearly singular.
         """
         value = transformer.condition(context, most_growth=_MOST_GROWTH)
-        if transformer.algorithm.name == "average_reward" or self.gamma == 1.0 or not len(context):
-            return value
+        self._require_plausible(value, context)
+        return value
+
+    def _require_plausible(self, value: ValueFunction, context: Context) -> None:
+        """Say so where values are farther from their constant than values can be.
+
+        Raises:
+            FloatingPointError: See :meth:`_plausible`.
+        """
+        if self.transformer.algorithm.name == "average_reward" or self.gamma == 1.0 or not len(context):
+            return
         rows = spread_rows(len(context), value.centers.shape[-2], context.states.device)
         states = torch.cat([value.centers, context.next_states[..., rows, :]], -2)
         exists = torch.cat([value.center_mask, context.mask[..., rows]], -1)
@@ -301,7 +365,6 @@ class InContextCritic(nn.Module):
                 f"values of the fixed point are up to {float(away.max()):.3g} away from their constant, and discounted sums of these "
                 f"rewards at most {float(possible.max()):.3g} from each other; a larger ridge helps."
             )
-        return value
 
     @torch.no_grad()
     def adopt(self, evaluation: Evaluation) -> None:

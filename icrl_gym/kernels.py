@@ -97,11 +97,11 @@ class Kernel(nn.Module):
         """
         return self
 
-    def selected(self, rows: slice) -> Kernel:
+    def selected(self, rows: slice | int) -> Kernel:
         """The kernel of some contexts of the batch that it was adapted to.
 
         Args:
-            rows: Of the first dimension.
+            rows: Of the first dimension; a single one leaves none.
         """
         return self
 
@@ -160,7 +160,7 @@ class _TemperatureKernel(Kernel):
         """See :meth:`Kernel.adapted`."""
         return type(self)(median_distance(states, mask) ** self._power) if self.from_median else self
 
-    def selected(self, rows: slice) -> Kernel:
+    def selected(self, rows: slice | int) -> Kernel:
         """See :meth:`Kernel.selected`."""
         return type(self)(self.temperature[rows]) if self.temperature.ndim else self
 
@@ -459,7 +459,7 @@ class SumKernel(Kernel):
         unchanged = all(new is old for new, old in zip(kernels, self.parts, strict=True))
         return self if unchanged else SumKernel(kernels, self.weights)
 
-    def selected(self, rows: slice) -> Kernel:
+    def selected(self, rows: slice | int) -> Kernel:
         """See :meth:`Kernel.selected`."""
         return SumKernel([kernel.selected(rows) for kernel in self.parts], self.weights)
 
@@ -515,6 +515,10 @@ class NystromKernel(Kernel):
         kept = (eigenvalues > threshold) & (eigenvalues > 0)
         inverse_root = torch.where(kept, eigenvalues.clamp_min(1e-300).rsqrt(), 0.0)
         self.register_buffer("root", eigenvectors * inverse_root.unsqueeze(-2))  # (..., M, M): U Lambda^(-1/2)
+
+    def selected(self, rows: slice | int) -> Kernel:
+        """See :meth:`Kernel.selected`."""
+        return NystromKernel(self.base.selected(rows), self.landmarks[rows], self.mask[rows])
 
     def features(self, states: Float[Tensor, "*#b n d"]) -> Float[Tensor, "*#b n M"]:
         """phi(s), with k(u, w) = <phi(u), phi(w)>."""

@@ -23,8 +23,9 @@ from torch import Tensor
 from icrl_gym._typing import Float
 from icrl_gym.algorithms import goes_on
 from icrl_gym.context import Context
+from icrl_gym.fixed_points import fixed_point
 from icrl_gym.kernels import Kernel, NystromKernel, SoftmaxKernel, SumKernel
-from icrl_gym.solvers import System, conjugate, fixed_point, iterate
+from icrl_gym.solvers import System, conjugate, iterate
 from icrl_gym.transformer import InContextTransformer
 from icrl_gym.transition_matrix import TransitionMatrix
 from icrl_gym.value_function import MOST_GROWTH, ValueFunction, check_growth, grown, transition_matrix

@@ -1,4 +1,4 @@
-"""From a context to coefficients: layers as steps on a linear system, the same with conjugate directions, and the limit of depth.
+"""From a context to coefficients: layers as steps on a linear system, and the same with conjugate directions.
 
 A context, a kernel and an algorithm (:mod:`icrl_gym.algorithms`) make the system
 
@@ -12,29 +12,30 @@ conjugate layer moves along the part of e that the layers before have not settle
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from icrl_gym._typing import Bool, Float
-from icrl_gym.algorithms import Algorithm, discounted_sums, goes_on
+from icrl_gym.algorithms import Algorithm
 from icrl_gym.context import Context
 from icrl_gym.kernels import Kernel, NystromKernel
 from icrl_gym.transition_matrix import TransitionMatrix
-from icrl_gym.value_function import MOST_GROWTH, ValueFunction, expand, grown, temporal_difference, transition_matrix
+from icrl_gym.value_function import ValueFunction, expand, temporal_difference, transition_matrix
 
 __all__ = [
     "Directions",
     "System",
+    "apply",
     "conjugate",
     "conjugate_ratio",
-    "fixed_point",
     "iterate",
     "key_values",
     "system",
+    "trace",
+    "value_of",
 ]
 
 
@@ -84,7 +85,7 @@ class System:
         coefficients = self.coefficients(solution)
         if isinstance(self.stored, TransitionMatrix):
             return self.stored.times(coefficients)
-        return _apply(self.stored, coefficients if self.factor is None else _apply(self.factor, coefficients))
+        return apply(self.stored, coefficients if self.factor is None else apply(self.factor, coefficients))
 
     def residual(self, errors: Float[Tensor, "*b n"], solution: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
         """The right side's remainder, e = W delta - rho n b."""
@@ -97,17 +98,17 @@ class System:
         coefficients = self.coefficients(solution)
         if isinstance(self.kernel, NystromKernel):
             assert self.factor is not None
-            weights = _apply(self.kernel.root.to(coefficients), _apply(self.factor, coefficients))
+            weights = apply(self.kernel.root.to(coefficients), apply(self.factor, coefficients))
             centers, mask = self.kernel.landmarks, self.kernel.mask
             offset = self.algorithm.bootstrap_gamma(self.gamma) * has_offset
-            return _value_function(self.kernel.base, centers, mask, weights, self.shift, offset, td_errors)
+            return value_of(self.kernel.base, centers, mask, weights, self.shift, offset, td_errors)
         centers, mask = self.context.states, self.context.mask
         if self.algorithm.differences:
             centers = torch.cat([centers, self.context.next_states], -2)
             coefficients = torch.cat([coefficients, -self.discount.to(coefficients) * coefficients], -1)
             mask = torch.cat([mask, mask], -1)
         offset = self.algorithm.bootstrap_gamma(self.gamma) * has_offset
-        return _value_function(self.kernel, centers, mask, coefficients, self.shift, offset, td_errors)
+        return value_of(self.kernel, centers, mask, coefficients, self.shift, offset, td_errors)
 
 
 def system(
@@ -335,158 +336,17 @@ def conjugate_ratio(
     return torch.where(step > 0, square.clamp_min(0.0) / torch.where(step > 0, before, 1.0), 0.0)
 
 
-def fixed_point(
-    kernel: Kernel,
-    context: Context,
-    algorithm: Algorithm,
-    rewards: Float[Tensor, "*b n"],
-    shift: Float[Tensor, "*b"],
-    gamma: Tensor,
-    ridge: float,
-    has_offset: bool,
-    most_growth: float = MOST_GROWTH,
-) -> ValueFunction:
-    """Infinite depth: the value function that no further layer would change.
-
-        (W A w + rho n I) b = W y                                             every transition its own center, c = w b
-        (Phi^T w W (Phi - beta Phi') / n + rho I) u = Phi^T w W y / n         through landmarks, V(s) = phi(s) . u
-
-    (for the residual gradient with Phi - beta Phi' on both sides, and rho times the trace of what it is added to). TD with
-    gamma = 0 and Monte Carlo are kernel ridge regression with alpha = rho n. Solved in float64.
-
-    Args:
-        kernel: k; a :class:`~icrl_gym.kernels.NystromKernel` for the second form.
-        context: (...) contexts of n transitions.
-        algorithm: What the layers do.
-        rewards: (..., n), shifted if values are.
-        shift: (...), what is added to every value again.
-        gamma: The discount.
-        ridge: rho.
-        has_offset: Whether the literal read-out would carry an offset.
-        most_growth: TD errors of more than so many times the norm that the value zero has are those of no solution;
-            ``math.inf``: whatever is finite.
-
-    Raises:
-        FloatingPointError: The system has no unique solution, or is so near to that that TD errors have grown.
-
-    Source: Farahmand et al. 2016 (regularized LSTD); Xu et al. 2007 (kernel LSTD); Engel et al. 2005 (the residual gradient's, as
-    Gaussian process TD).
-    """
-    kind = rewards.dtype
-    given, context = context, context.to(dtype=torch.float64)
-    gamma, n = gamma.double(), context.weights.sum(-1, keepdim=True)
-    n = torch.where(n > 0, n, 1.0)
-    if not isinstance(kernel, NystromKernel):
-        problem, _ = system(kernel, context, algorithm, rewards.double(), shift, gamma, ridge)
-        # (A w + rho n W^-1) b = y: on the ridge's side the trace touches two diagonals, as W A it would take passes over all of A.
-        right, matrix = problem.targets, problem.matrix
-        matrix = matrix.clone() if problem.weights is None else matrix * problem.weights.unsqueeze(-2)
-        rho_n = problem.ridge.unsqueeze(-1)
-        # A one where a transition says nothing: it is not there, or it stays where it is and gamma is 1 (its difference is 0).
-        silent = ~context.mask
-        if algorithm.differences:
-            silent = silent | (matrix.diagonal(dim1=-2, dim2=-1) == 0)
-        matrix.diagonal(dim1=-2, dim2=-1).add_(rho_n + silent.double())
-        if algorithm.has_trace:
-            beside = rho_n * gamma * algorithm.trace_decay * goes_on(context).double()
-            matrix.diagonal(1, dim1=-2, dim2=-1).sub_(beside[..., :-1])
-        solution = _solve(matrix, right, ridge)
-        errors = problem.targets - problem.times(solution)
-        _require_solved(matrix, solution, right, problem.targets, errors, ridge, most_growth)
-        td_errors = torch.stack([problem.targets, errors], -2).to(kind)
-        return replace(problem, context=given, gamma=gamma.to(kind)).value_function(
-            solution.to(kind), td_errors, has_offset
-        )
-    # Block by block: each one's kernel values are used while they are still in the processor's cache.
-    root, landmarks = kernel.root, kernel.landmarks.double()
-    discount, targets = algorithm.discount(context, gamma), algorithm.targets(context, rewards.double(), gamma)
-    matrix, right = root.new_zeros(root.shape), root.new_zeros(root.shape[:-1])
-    traced_targets = algorithm.traced(targets, context, gamma)
-    follows = goes_on(context).unsqueeze(-2) if algorithm.has_trace else None
-    after = root.new_zeros(())  # the trace that comes in from the block behind
-    differences: list[Tensor] = []
-    weighted = context.is_weighted
-    present = None if bool(kernel.mask.all()) else kernel.mask
-    # From the last block to the first, as traces run: forward in time, from the errors that follow.
-    for rows in reversed(blocks(len(context))):
-        here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, discount[..., rows])
-        keys = difference if algorithm.differences else here
-        keys = keys * context.weights[..., None, rows] if weighted else keys
-        right = right + _apply(keys, traced_targets[..., rows])
-        followed = difference
-        if follows is not None:
-            followed = discounted_sums(difference, follows[..., rows], gamma * algorithm.trace_decay, after)
-            after = followed[..., 0]
-        matrix = matrix + keys @ followed.transpose(-1, -2)
-        differences.insert(0, difference)
-    matrix = root.transpose(-1, -2) @ matrix @ root / n.unsqueeze(-1)
-    # Directions that were cut off as rounding hold nothing, and of differences those in which nothing moves; a one keeps
-    # the system regular where rho is 0.
-    dead = root.abs().sum(-2) == 0
-    if algorithm.differences:
-        dead = dead | (matrix.diagonal(dim1=-2, dim2=-1) == 0)
-    dead = dead.double()
-    size = trace(matrix).unsqueeze(-1) if algorithm.differences else 1.0
-    matrix = matrix + torch.diag_embed(ridge * size + dead)
-    right = _apply(root.transpose(-1, -2), right) / n
-    solution = _solve(matrix, right, ridge)
-    # V(s) = phi(s) . u = k(s, Z) (root u): coefficients of the landmarks themselves.
-    weights = _apply(root, solution)
-    predicted = [_apply(difference.transpose(-1, -2), weights) for difference in differences]
-    errors = targets - torch.cat(predicted, -1) if predicted else targets
-    _require_solved(matrix, solution, right, targets, errors, ridge, most_growth)
-    offset = algorithm.bootstrap_gamma(gamma).to(kind) * has_offset
-    td_errors = torch.stack([targets, errors], -2).to(kind)
-    return _value_function(kernel.base, kernel.landmarks, kernel.mask, weights.to(kind), shift, offset, td_errors)
-
-
 def trace(matrix: Float[Tensor, "*b p p"]) -> Float[Tensor, "*b"]:
     """The sum of the diagonal."""
     return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def blocks(n: int, size: int = 2048) -> list[slice]:
-    """Slices of at most ``size`` that cover n rows."""
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _solve(matrix: Float[Tensor, "*b p p"], right: Float[Tensor, "*b p"], ridge: float) -> Float[Tensor, "*b p"]:
-    solution, info = torch.linalg.solve_ex(matrix, right)
-    if bool((info != 0).any()):
-        raise _not_unique(ridge)
-    return solution
-
-
-def _require_solved(
-    matrix: Tensor, solution: Tensor, right: Tensor, targets: Tensor, errors: Tensor, ridge: float, most_growth: float
-) -> None:
-    # A system can be singular but for rounding: no pivot is zero, and yet the solution does not solve it.
-    unsolved = (_apply(matrix, solution) - right).norm(dim=-1) > 1e-3 * right.norm(dim=-1)
-    if bool(unsolved.any()) or not bool(torch.isfinite(errors).all()):
-        raise _not_unique(ridge)
-    if errors.shape[-1] and not math.isinf(most_growth):
-        passed, _ = grown(torch.stack([targets, errors], -2), most_growth)
-        if bool(passed.any()):
-            raise _not_unique(ridge)
-
-
-def _not_unique(ridge: float) -> FloatingPointError:
-    return FloatingPointError(
-        f"the fixed point of this context is not unique with ridge={ridge:g} (duplicated states, or more transitions than "
-        f"the kernel can tell apart, or a kernel whose values are far too large). "
-        + (
-            "Set a larger one, or take a bounded kernel (RBF, Laplacian)."
-            if ridge
-            else "Set a positive ridge, 1e-4 say."
-        )
-    )
-
-
-def _apply(matrix: Float[Tensor, "*b i j"], vector: Float[Tensor, "*b j"]) -> Float[Tensor, "*b i"]:
+def apply(matrix: Float[Tensor, "*b i j"], vector: Float[Tensor, "*b j"]) -> Float[Tensor, "*b i"]:
+    """The product of a matrix and a vector, of each context."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _value_function(
+def value_of(
     kernel: Kernel,
     centers: Float[Tensor, "*b c d"],
     mask: Bool[Tensor, "*b c"],

@@ -28,18 +28,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from icrl_gym._typing import Bool, Float
+from icrl_gym._typing import Bool, Float, Int
 from icrl_gym.algorithms import Algorithm, AlgorithmName
 from icrl_gym.context import Context, as_tensor
 from icrl_gym.distances import row_blocks
+from icrl_gym.fixed_points import fixed_point
 from icrl_gym.kernels import Kernel, NystromKernel
+from icrl_gym.landmark_fixed_points import landmark_fixed_points, leaves_out
 from icrl_gym.landmarks import choose_landmarks
 from icrl_gym.solvers import (
     Directions,
     System,
     conjugate,
     conjugate_ratio,
-    fixed_point,
     iterate,
     system,
     trace,
@@ -565,6 +566,63 @@ class InContextTransformer(nn.Module):
         problem, path, errors = self._layers_on(context, kernel, rewards, shift, gamma)
         return problem.value_function(path[..., -1, :], errors, has_offset)
 
+    @property
+    def shares_folds(self) -> bool:
+        """Whether :meth:`condition_folds` has an answer: infinite depth, landmarks, and TD with or without traces."""
+        return self.infinite and self.n_landmarks is not None and leaves_out(self.algorithm)
+
+    def condition_folds(
+        self, context: Context, folds: Int[Tensor, "*b n"], n_folds: int, *, most_growth: float = MOST_GROWTH
+    ) -> list[ValueFunction]:
+        """The value function of a context, and those of what is left of it without each fold, in one pass over the transitions.
+
+        All share what the whole context's states give: the kernel's temperature and the landmarks.
+
+        Args:
+            context: (...) contexts of n transitions, no or one batch dimension.
+            folds: (..., n), 0 for a transition that is never left out, f for one of fold f; in long stretches.
+            n_folds: How many.
+            most_growth: See :meth:`condition`.
+
+        Returns:
+            1 + n_folds of them: of the whole, and without fold 1, 2, ...
+
+        Raises:
+            ValueError: The transformer is none that :attr:`shares_folds`.
+            FloatingPointError: A fixed point does not exist.
+        """
+        if not self.shares_folds:
+            raise ValueError(
+                f"folds share their sums at infinite depth, through landmarks, for td and td_lambda; this is {self}."
+            )
+        kernel = self._given(context)[0]
+        assert isinstance(kernel, NystromKernel)
+        gamma, has_offset = self.gamma.to(context.rewards), self.offset == "centered"
+        if not context.batch_shape:
+            return landmark_fixed_points(
+                kernel,
+                context,
+                self.algorithm,
+                folds,
+                n_folds,
+                self.value_shift,
+                gamma,
+                self.ridge,
+                has_offset,
+                most_growth,
+            )
+        each = []
+        for index in range(context.batch_shape[0]):
+            own = kernel.selected(index)
+            assert isinstance(own, NystromKernel)
+            each.append(
+                landmark_fixed_points(
+                    own, context[index], self.algorithm, folds[index], n_folds, self.value_shift, gamma, self.ridge,
+                    has_offset, most_growth,
+                )
+            )  # fmt: skip
+        return [ValueFunction.stack(kernel.base, values) for values in zip(*each, strict=True)]
+
     def coefficients_by_depth(
         self, context: Context
     ) -> tuple[System, Float[Tensor, "*b L1 n"], Float[Tensor, "*b L1 n"]]:
@@ -753,6 +811,8 @@ def as_states(states: Any, context: Context) -> Float[Tensor, "*b m d"]:
 
 def _row_sums(gram: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b k"]:
     """Sums of absolute values, of one large matrix without a copy of all of it."""
+    if gram.numel() and bool(gram.amin() >= 0):
+        return gram.sum(-1)  # most kernels are nowhere negative
     if gram.ndim > 2 or gram.requires_grad:
         return gram.abs().sum(-1)
     blocks = [gram[rows].abs().sum(-1) for rows in row_blocks(len(gram), len(gram), gram.device)]

@@ -97,8 +97,22 @@ class ValueFunction:
             kernel: As the whole batch adapts it.
             values: One a part, along the first dimension.
         """
+        return cls(kernel, *(torch.cat(tensors) for tensors in cls._fields_of(values)))
+
+    @classmethod
+    def stack(cls, kernel: Kernel, values: Sequence[ValueFunction]) -> ValueFunction:
+        """Those of a batch, from one of each context.
+
+        Args:
+            kernel: As the whole batch adapts it.
+            values: Without the batch's dimension.
+        """
+        return cls(kernel, *(torch.stack(tensors) for tensors in cls._fields_of(values)))
+
+    @classmethod
+    def _fields_of(cls, values: Sequence[ValueFunction]) -> list[list[Tensor]]:
         names = [field.name for field in fields(cls) if field.name != "kernel"]
-        return cls(kernel, *(torch.cat([getattr(value, name) for value in values]) for name in names))
+        return [[getattr(value, name) for value in values] for name in names]
 
 
 def expand(

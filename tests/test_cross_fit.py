@@ -88,11 +88,11 @@ def by_hand(model, critic, n_steps=16, length=24, leak=False):
         hand = InContextCritic(len(log[0][0]), gamma=GAMMA, **critic)
         parts, weights = [], []
         for other, rows in enumerate(logs(model)):
-            start = len(rows) - n_steps
-            stop = len(rows) if other != env or leak else start
-            parts += rows[max(0, start - length) : stop]
+            start = max(0, len(rows) - length)
+            stop = len(rows) if other != env or leak else len(rows) - n_steps
+            parts += rows[start:stop]
             # By age when the rollout has ended, whatever of it is held out.
-            ages = [len(rows) - 1 - step for step in range(max(0, start - length), stop)]
+            ages = [len(rows) - 1 - step for step in range(start, stop)]
             weights += [hand.oldest_weight ** (age / length) for age in ages]
         hand.condition(context_of(parts).weighted(weights))
 
@@ -211,10 +211,10 @@ def test_raw_transitions_are_measured_with_the_statistics_of_the_rollout_s_end()
         rows, weights = [], []
         for other, wrapped in enumerate(envs):
             log = wrapped.unwrapped.log
-            start = len(log) - 16
-            stop = len(log) if other != env else start
-            rows += log[max(0, start - 24) : stop]
-            weights += [0.1 ** ((len(log) - 1 - step) / 24) for step in range(max(0, start - 24), stop)]
+            start = max(0, len(log) - 24)
+            stop = len(log) if other != env else len(log) - 16
+            rows += log[start:stop]
+            weights += [0.1 ** ((len(log) - 1 - step) / 24) for step in range(start, stop)]
         raw = context_of(rows)
 
         def norm(states):
@@ -267,13 +267,14 @@ def test_a_reward_that_is_not_finite_stops_nothing_and_no_transition_leaks():
     for _ in range(6):
         env.step(env.action_space.sample())
     now = env.context_snapshot()
-    assert recorded_since(before, now, 6) == context_of(env.unwrapped.log[len(log) :]) and len(now.context) == 24
+    recorded = recorded_since(before, now, 6)
+    assert now.context[24 - recorded :] == context_of(env.unwrapped.log[len(log) :]) and len(now.context) == 24
     env.unwrapped.bad = range(len(env.unwrapped.log), 1000)
     for _ in range(5):
         env.step(env.action_space.sample())
-    assert len(recorded_since(now, env.context_snapshot(), 5)) <= 1  # a reset's mark at most, and a duplicate then
+    assert recorded_since(now, env.context_snapshot(), 5) <= 1  # a reset's mark at most, and a duplicate then
     env.clear_context()
-    assert len(recorded_since(now, env.context_snapshot(), 5)) == 0
+    assert recorded_since(now, env.context_snapshot(), 5) == 0
 
 
 def test_environments_are_dealt_evenly_by_task():

@@ -13,6 +13,7 @@ from icrl_gym import Context, InContextTransformer
 from icrl_gym.algorithms import Algorithm, discounted_sums, goes_on
 from icrl_gym.cli import main
 from icrl_gym.distances import map_distances
+from icrl_gym.fixed_points import fixed_point
 from icrl_gym.kernels import (
     ExponentialKernel,
     LaplacianKernel,
@@ -24,8 +25,8 @@ from icrl_gym.kernels import (
     SoftmaxKernel,
     make_kernel,
 )
+from icrl_gym.landmark_fixed_points import blocks
 from icrl_gym.rolling import RollingConditioner, SlidingMatrix
-from icrl_gym.solvers import blocks, fixed_point
 from icrl_gym.speed_benchmark import SpeedBenchmarkConfig, speed_benchmark
 from icrl_gym.speed_benchmark.measured import Goal, Measured
 from icrl_gym.speed_benchmark.problems import random_context, random_states
@@ -137,6 +138,26 @@ def test_sums_along_a_trajectory_are_carried_over_the_border_of_blocks(follows, 
     np.testing.assert_allclose(whole, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("n", [65, 128, 200, 321])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("after", [None, "one", "each"])
+def test_sums_of_many_rows_are_those_of_each(n, batch, after):
+    rng = torch.Generator().manual_seed(n)
+    values = random_states(math.prod(batch) * 70, n).reshape(*batch, 70, n)
+    follows = torch.rand(*batch, 1, n, generator=rng) < 0.97
+    given = {
+        None: None,
+        "one": torch.tensor(2.0).double(),
+        "each": random_states(70, 1).squeeze(-1).expand(*batch, 70),
+    }[after]
+    expected = torch.zeros_like(values)
+    run = torch.zeros(()).double() if given is None else given
+    for i in range(n - 1, -1, -1):
+        run = values[..., i] + 0.9 * follows[..., i].double() * run
+        expected[..., i] = run
+    torch.testing.assert_close(discounted_sums(values, follows, 0.9, given), expected)
+
+
 @pytest.mark.parametrize("episode", [7, 1000])
 def test_a_fixed_point_with_traces_through_landmarks_does_not_depend_on_its_blocks(monkeypatch, episode):
     context = random_context(300, 4, episode=episode)
@@ -144,7 +165,7 @@ def test_a_fixed_point_with_traces_through_landmarks_does_not_depend_on_its_bloc
     algorithm, gamma = Algorithm("td_lambda", 0.8), torch.tensor(0.95).double()
     arguments = (kernel, context, algorithm, context.rewards, torch.zeros(()).double(), gamma, 1e-3, True)
     whole = fixed_point(*arguments)
-    monkeypatch.setattr("icrl_gym.solvers.blocks", lambda n: blocks(n, 64))
+    monkeypatch.setattr("icrl_gym.landmark_fixed_points.blocks", lambda n: blocks(n, 64))
     parts = fixed_point(*arguments)
     torch.testing.assert_close(parts.coefficients, whole.coefficients, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(parts.td_errors, whole.td_errors, rtol=1e-9, atol=1e-12)

@@ -25,8 +25,9 @@ import numpy.typing as npt
 import torch
 
 from icrl_gym.advantages import generalized_advantages
-from icrl_gym.callbacks.cross_fit import deal, fold
+from icrl_gym.callbacks.cross_fit import deal
 from icrl_gym.context import Context
+from icrl_gym.critic import Evaluation
 from icrl_gym.critic_benchmark.recording import LAG, Recording
 from icrl_gym.critic_benchmark.settings import LEARNED, TRUTH, ZERO, Setting
 from icrl_gym.recency import aged
@@ -63,30 +64,34 @@ def critic_values(recording: Recording, k: int, setting: Setting) -> tuple[Array
     rows = recording.rollout(k)
     seen, following = recording.seen[rows], _following(recording, k)
     critic = setting.build(seen.shape[-1], recording.config.gamma)
-    raw = [recording.transitions(env, rows.start - length, rows.start) for env in range(n_envs)]
 
-    def before(age: int) -> list[Context]:
-        return [aged(context, length, critic.oldest_weight, age) for context in raw]
+    def window(stop: int) -> list[Context]:
+        raw = [recording.transitions(env, stop - length, stop) for env in range(n_envs)]
+        return [aged(context, length, critic.oldest_weight) for context in raw]
 
     values, next_values, offsets = np.zeros((n_steps, n_envs)), np.zeros((n_steps, n_envs)), np.zeros(n_envs)
 
-    def evaluate(columns: Any) -> None:
+    def ask(columns: Any, evaluation: Evaluation) -> None:
+        offsets[columns] = offset = float(evaluation.value.offset)
         for target, observations in ((values, seen), (next_values, following)):
             flat = torch.from_numpy(observations[:, columns].reshape(-1, seen.shape[-1]))
-            target[:, columns] = critic(flat).numpy(force=True).reshape(n_steps, -1)
-        offsets[columns] = float(critic.offset)
+            found = critic.values_of(evaluation, flat).numpy(force=True) + offset
+            target[:, columns] = found.reshape(n_steps, -1)
 
     if setting.context == "frozen":
-        critic.condition(recording.view(k).context(Context.cat(before(0))))
-        evaluate(slice(None))
+        ask(slice(None), critic.evaluate(recording.view(k).context(Context.cat(window(rows.start)))))
         return values, next_values, offsets
     # At the rollout's end, with the statistics of that moment.
-    view = recording.view(k + 1)
-    new = [recording.transitions(env, rows.start, rows.stop) for env in range(n_envs)]
-    within = [aged(context, length, critic.oldest_weight) for context in new]
-    for held_out in deal([0] * n_envs):
-        critic.condition(view.context(Context.cat(fold(before(n_steps), within, held_out))))
-        evaluate(held_out)
+    held_out, parts = deal([0] * n_envs), window(rows.stop)
+    folds = [torch.zeros(len(part), dtype=torch.long) for part in parts]
+    for fold, envs in enumerate(held_out, 1):
+        for env in envs:
+            folds[env][-n_steps:] = fold
+    _, without = critic.evaluate_folds(
+        recording.view(k + 1).context(Context.cat(parts)), torch.cat(folds), len(held_out)
+    )
+    for envs, evaluation in zip(held_out, without, strict=True):
+        ask(envs, evaluation)
     return values, next_values, offsets
 
 
