@@ -191,11 +191,11 @@ def _sums_by_blocks(
     # (..., blocks, 1, B): how much the first sum of the block behind adds.
     reach = within[..., -1:, :] * (goes[..., -1:].to(values) * decay)
     carried = (sums.new_zeros(()) if after is None else after).expand(sums.shape[:-3] + sums.shape[-2:-1])
-    behind = []
+    come_in: list[Tensor] = []
     for block in range(sums.shape[-3] - 1, -1, -1):
-        behind.insert(0, carried)
+        come_in.insert(0, carried)
         carried = sums[..., block, :, 0] + reach[..., block, :, 0] * carried
-    sums = torch.addcmul(sums, reach, torch.stack(behind, -2).unsqueeze(-1))
+    sums = torch.addcmul(sums, reach, torch.stack(come_in, -2).unsqueeze(-1))
     return sums.transpose(-3, -2).flatten(-2)
 
 
