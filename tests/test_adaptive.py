@@ -442,6 +442,36 @@ def test_a_fixed_point_that_does_not_exist_is_looked_for_with_a_larger_ridge():
         layers.condition(context)
 
 
+@pytest.mark.parametrize("landmarks", [None, 8])
+def test_a_task_without_a_fixed_point_changes_no_other_task_s_values(landmarks):
+    rng = np.random.default_rng(0)
+    path = 3.0 * rng.permutation(13).reshape(-1, 1)
+    fine = Context(path[:-1], rng.normal(size=12), path[1:], [False] * 11 + [True])
+    swap = Context([[0.0], [1.0]], [1.0, 1.0], [[1.0], [0.0]], [False, False])
+
+    def of_task(context, task):
+        code = np.eye(2)[task] * np.ones((len(context), 1))
+        states, following = (np.concatenate([x, code], -1) for x in (context.states, context.next_states))
+        return Context(states, context.rewards, following, context.terminated)
+
+    options = {
+        "gamma": 1.0,
+        "ridge": 0.0,
+        "value_shift": False,
+        "standardize": False,
+        "kernel": "rbf",
+        "temperature": 1.0,
+    }
+    critic = InContextCritic(3, n_tasks=2, algorithm="td", n_landmarks=landmarks, **options)
+    with pytest.warns(RuntimeWarning, match="with ridge=0; 0.001 was taken"):
+        critic.condition(Context.cat([of_task(fine, 0), of_task(swap, 1)]))
+    for task, (context, ridge) in enumerate([(fine, 0.0), (swap, 1e-3)]):
+        own = InContextTransformer(RBFKernel(1.0), gamma=1.0, n_layers=math.inf, ridge=ridge, n_landmarks=landmarks)
+        value = own.condition(of_task(context, task))
+        asked = of_task(fine, task).states
+        torch.testing.assert_close(critic(asked).squeeze(-1), value(asked) + value.offset, rtol=1e-6, atol=1e-8)
+
+
 def few_next_states(seed):
     """Transitions that all lead to the same one or two states, where the system of TD is easily singular."""
     rng = np.random.default_rng(seed)
