@@ -426,12 +426,15 @@ class SumKernel(Kernel):
             flat.extend(kernel.parts if isinstance(kernel, SumKernel) else [kernel])
             flat_weights.extend(weight * w for w in (kernel.weights if isinstance(kernel, SumKernel) else [1.0]))
         self.kernels = nn.ModuleList(flat)
+        self._parts = tuple(
+            flat
+        )  # of the same modules: a ModuleList is slow to go through, and values are asked for at every step
         self.register_buffer("weights", torch.stack(flat_weights))
 
     @property
-    def parts(self) -> list[Kernel]:
+    def parts(self) -> Sequence[Kernel]:
         """The kernels that are added."""
-        return [kernel for kernel in self.kernels if isinstance(kernel, Kernel)]
+        return self._parts
 
     @property
     def positive_definite(self) -> bool:  # type: ignore[override]
@@ -444,7 +447,7 @@ class SumKernel(Kernel):
         return functools.reduce(torch.add, self._weighted(values))
 
     def _weighted(self, values: Sequence[Tensor]) -> list[Tensor]:
-        if not self.weights.requires_grad and bool((self.weights == 1).all()):
+        if not self.weights.requires_grad and all(weight == 1.0 for weight in self.weights.tolist()):
             return list(values)
         return [w * value for w, value in zip(self.weights.to(values[0]), values, strict=True)]
 

@@ -28,6 +28,7 @@ from icrl_gym.kernels import (
 from icrl_gym.landmark_fixed_points import blocks
 from icrl_gym.rolling import RollingConditioner, SlidingMatrix
 from icrl_gym.speed_benchmark import SpeedBenchmarkConfig, speed_benchmark
+from icrl_gym.speed_benchmark.iteration import PartTimer
 from icrl_gym.speed_benchmark.measured import Goal, Measured
 from icrl_gym.speed_benchmark.problems import random_context, random_states
 from icrl_gym.speed_benchmark.scaling import exponent
@@ -354,6 +355,29 @@ def test_goals_are_met_or_not():
     assert Measured("r", "w", "a", Spread(math.nan, math.nan, math.nan), goal=Goal("at least", 1.3)).verdict == ""
 
 
+def test_a_part_s_time_is_without_that_of_the_parts_it_calls(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.thread_time", lambda: now[0])
+
+    class Work:
+        def inner(self):
+            now[0] += 1.0
+
+        def outer(self):
+            now[0] += 2.0
+            self.inner()
+            self.inner()
+            now[0] += 4.0
+
+    timer, original = PartTimer(), Work.outer
+    with timer.watching({"in": [(Work, "inner")], "out": [(Work, "outer")]}, "rest"):
+        Work().outer()
+        Work().inner()
+        now[0] += 8.0
+    assert timer.seconds == {"in": 3.0, "out": 6.0, "rest": 8.0}
+    assert Work.outer is original
+
+
 def test_the_command_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("icrl_gym.speed_benchmark.timing._repeats", lambda call, least_seconds: 1)
     rows = [
@@ -362,6 +386,7 @@ def test_the_command_writes_table_json_and_figure(tmp_path, capsys, monkeypatch)
         "evaluation",
         "conditioning",
         "rolling",
+        "iteration",
         "wrapper",
         "batch",
         "peers",

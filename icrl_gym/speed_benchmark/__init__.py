@@ -18,6 +18,7 @@ import torch
 
 from icrl_gym.runs import versions
 from icrl_gym.speed_benchmark.conditioning import batch, conditioning, rolling
+from icrl_gym.speed_benchmark.iteration import iteration
 from icrl_gym.speed_benchmark.large import large
 from icrl_gym.speed_benchmark.measured import Measured, Settings
 from icrl_gym.speed_benchmark.peers import peers, value_network
@@ -30,8 +31,8 @@ from icrl_gym.speed_benchmark.wrapper import wrapper
 __all__ = ["SpeedBenchmarkConfig", "speed_benchmark"]
 
 RowName = Literal[
-    "literal", "query-loop", "evaluation", "conditioning", "rolling", "ppo", "wrapper", "large", "batch", "peers", "value-network",
-    "scaling",
+    "literal", "query-loop", "evaluation", "conditioning", "rolling", "ppo", "iteration", "wrapper", "large", "batch", "peers",
+    "value-network", "scaling",
 ]  # fmt: skip
 
 _ROWS: dict[str, Callable[[Settings], list[Measured]]] = {
@@ -41,6 +42,7 @@ _ROWS: dict[str, Callable[[Settings], list[Measured]]] = {
     "conditioning": conditioning,
     "rolling": rolling,
     "ppo": ppo,
+    "iteration": iteration,
     "wrapper": wrapper,
     "large": large,
     "batch": batch,
@@ -56,7 +58,7 @@ class SpeedBenchmarkConfig:
     rows: tuple[RowName, ...] = get_args(RowName)
     """Which; ppo takes most of the time, and scaling draws the figure."""
     rounds: int = 11
-    """Alternating rounds of each comparison; long ones (ppo, large) take 5 at most."""
+    """Alternating rounds of each comparison; long ones (ppo, iteration, large) take 5 at most."""
     quick: bool = False
     """Small sizes and few rounds, to see that everything works: its ratios say nothing."""
     n_features: int = 39
