@@ -90,6 +90,7 @@ class ContextSyncCallback(RolloutCallback):
 
     def _init_callback(self) -> None:
         super()._init_callback()
+        self.waits = False  # until a callback that comes after this one says so
         require_rolling_context(self.training_env)
         self.critic.match_gamma(float(self.model.gamma))
         if self.prior is not None:
