@@ -152,12 +152,15 @@ def _sums(
     carried = root.new_zeros(())  # the trace that comes in from the block behind, of the same fold
     foreign: Tensor | None = None  # and from other folds behind it
     differences: list[Tensor] = []
-    present = None if bool(kernel.mask.all()) else kernel.mask
+    present, weights = (
+        None if bool(kernel.mask.all()) else kernel.mask,
+        context.weights if context.is_weighted else None,
+    )
     # From the last block to the first, as traces run: forward in time, from the errors that follow.
     for rows in _stretches(len(context), folds):
         here, difference = temporal_difference(kernel.base, landmarks, context[..., rows], present, discount[..., rows])
         keys = difference if algorithm.differences else here
-        keys = keys * context.weights[..., None, rows] if context.is_weighted else keys
+        keys = keys if weights is None else keys * weights[..., None, rows]
         followed = difference
         if goes is not None:
             if folds is not None and rows.stop < len(context) and folds[rows.stop] != folds[rows.stop - 1]:
