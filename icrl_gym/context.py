@@ -90,32 +90,43 @@ class Context:
         if weights is None:
             self.weights = self.mask.to(dtype)
         else:
-            self.weights = _as_float("weights", weights).to(device=device, dtype=dtype)
-            if self.weights.shape != shape:
-                raise ValueError(
-                    f"Context: weights must have shape {tuple(shape)} like rewards, got {tuple(self.weights.shape)}."
-                )
-            bad = self.mask & ~(torch.isfinite(self.weights) & (self.weights >= 0))
-            if bool(bad.any()):
-                raise ValueError(
-                    f"Context: weights must be finite and not negative; {int(bad.sum())} of {int(self.mask.sum())} are not."
-                )
-            self.weights = self.weights.masked_fill(~self.mask, 0.0)
+            self.weights = self._checked_weights(weights)
             self.mask = self.mask & (self.weights > 0)
         for name in ("states", "rewards", "next_states"):
+            self._require_finite(name)
             field = getattr(self, name)
-            bad = ~torch.isfinite(field)
-            if field.ndim > len(shape):
-                bad = bad.any(-1)
-            n_bad = int((bad & self.mask).sum())
-            if n_bad:
-                raise ValueError(
-                    f"Context: {name} must be finite; {n_bad} of {int(self.mask.sum())} transitions are not. "
-                    f"Drop those transitions, or set mask to False for them."
-                )
             # An empty place may hold anything, NaN included; as zero it cannot leak through a product with a mask.
             empty = ~self.mask if field.ndim == len(shape) else ~self.mask.unsqueeze(-1)
             setattr(self, name, field.masked_fill(empty, 0.0))
+
+    def _checked_weights(self, weights: Any) -> Tensor:
+        """Weights in the context's type, zero in empty places."""
+        shape = self.rewards.shape
+        weights = _as_float("weights", weights).to(self.states)
+        if weights.shape != shape:
+            raise ValueError(
+                f"Context: weights must have shape {tuple(shape)} like rewards, got {tuple(weights.shape)}."
+            )
+        bad = self.mask & ~(torch.isfinite(weights) & (weights >= 0))
+        if bool(bad.any()):
+            raise ValueError(
+                f"Context: weights must be finite and not negative; {int(bad.sum())} of {int(self.mask.sum())} are not."
+            )
+        return weights.masked_fill(~self.mask, 0.0)
+
+    def _require_finite(self, name: str) -> None:
+        field = getattr(self, name)
+        # A sum of large numbers can overflow, but what is not finite never adds up to what is: one fast pass for nearly all contexts.
+        if bool(torch.isfinite(field.sum())):
+            return
+        bad = ~torch.isfinite(field)
+        bad = bad.any(-1) if field.ndim > self.rewards.ndim else bad
+        n_bad = int((bad & self.mask).sum())
+        if n_bad:
+            raise ValueError(
+                f"Context: {name} must be finite; {n_bad} of {int(self.mask.sum())} transitions are not. "
+                f"Drop those transitions, or set mask to False for them."
+            )
 
     @classmethod
     def _of(cls, fields: dict[str, Tensor]) -> Context:
@@ -154,8 +165,14 @@ class Context:
         Raises:
             ValueError: See :class:`Context`.
         """
+        checked = self._checked_weights(weights)
+        mask = self.mask & (checked > 0)
         fields = {name: getattr(self, name) for name in _FIELDS}
-        return Context(**{**fields, "weights": torch.as_tensor(weights, dtype=self.weights.dtype)})
+        if not torch.equal(mask, self.mask):  # what has no weight is an empty place
+            for name in ("states", "rewards", "next_states"):
+                field = fields[name]
+                fields[name] = field.masked_fill(~mask if field.ndim == mask.ndim else ~mask.unsqueeze(-1), 0.0)
+        return Context._of({**fields, "mask": mask, "weights": checked})
 
     def __len__(self) -> int:
         """The number n of places, empty ones included."""
