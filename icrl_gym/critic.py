@@ -265,8 +265,7 @@ class InContextCritic(nn.Module):
             with contextlib.suppress(FloatingPointError):
                 values = transformer.condition_folds(measured, of_fold, n_folds, most_growth=_MOST_GROWTH)
                 for fold, value in enumerate(values):
-                    kept = (of_fold != fold) | (fold == 0)
-                    self._require_plausible(value, measured.weighted(measured.weights * kept))
+                    self._require_plausible(value, measured, measured.mask & ((of_fold != fold) | (fold == 0)))
                 whole, *without = (Evaluation(measured, value, mean, scale) for value in values)
                 return whole, without
         return None, [self.evaluate(context[folds != fold]) for fold in range(1, n_folds + 1)]
@@ -348,11 +347,11 @@ class InContextCritic(nn.Module):
                 the constant than two discounted sums of these rewards can be from each other: a system that is nearly singular.
         """
         value = transformer.condition(context, most_growth=_MOST_GROWTH)
-        self._require_plausible(value, context)
+        self._require_plausible(value, context, context.mask)
         return value
 
-    def _require_plausible(self, value: ValueFunction, context: Context) -> None:
-        """Say so where values are farther from their constant than values can be.
+    def _require_plausible(self, value: ValueFunction, context: Context, mask: Bool[Tensor, "*b n"]) -> None:
+        """Say so where values are farther from their constant than values can be, for the transitions in the mask.
 
         Raises:
             FloatingPointError: See :meth:`_plausible`.
@@ -361,9 +360,9 @@ class InContextCritic(nn.Module):
             return
         rows = spread_rows(len(context), value.centers.shape[-2], context.states.device)
         states = torch.cat([value.centers, context.next_states[..., rows, :]], -2)
-        exists = torch.cat([value.center_mask, context.mask[..., rows]], -1)
+        exists = torch.cat([value.center_mask, mask[..., rows]], -1)
         away = ((value(states) - value.shift.unsqueeze(-1)).abs() * exists).amax(-1)
-        possible = 2.0 * (context.rewards.abs() * context.mask).amax(-1) / (1.0 - self.gamma)
+        possible = 2.0 * (context.rewards.abs() * mask).amax(-1) / (1.0 - self.gamma)
         if bool((away > possible).any()):
             raise FloatingPointError(
                 f"values of the fixed point are up to {float(away.max()):.3g} away from their constant, and discounted sums of these "

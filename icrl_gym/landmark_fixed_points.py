@@ -98,7 +98,7 @@ def landmark_fixed_points(
     solver = _Solver(kernel, algorithm, gamma, ridge, has_offset, most_growth, context.rewards.dtype)
     values = []
     for fold in range(n_folds + 1):
-        left = wide if fold == 0 else wide.weighted(wide.weights * (folds != fold))
+        left = _left(wide, folds, fold)
         rewards, shift = reward_center(left, discount) if value_shift else (left.rewards, discount.new_zeros(()))
         matrix, right = sums.without(fold)
         targets = algorithm.targets(left, rewards, discount)
@@ -106,6 +106,13 @@ def landmark_fixed_points(
         n = left.weights.sum(-1, keepdim=True)
         values.append(solver(matrix, right, n, targets, sums.differences, shift.to(context.rewards), left.mask))
     return values
+
+
+def _left(context: Context, folds: Int[Tensor, n], fold: int) -> Context:
+    """What is left without a fold (0: nothing is left out), in the same places, without the states, which nothing here reads."""
+    weights = context.weights * ((folds != fold) | (fold == 0))
+    none = context.states[..., :0]
+    return Context(none, context.rewards, none, context.terminated, context.truncated, context.mask, weights)
 
 
 @dataclass(frozen=True)
