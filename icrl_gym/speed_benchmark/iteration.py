@@ -13,6 +13,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from icrl_gym.critic import InContextCritic
+from icrl_gym.critic_choices import CriticName
 from icrl_gym.speed_benchmark.measured import Measured, Settings
 from icrl_gym.speed_benchmark.ppo import ENVIRONMENTS, one_run
 from icrl_gym.speed_benchmark.timing import spread
@@ -79,9 +80,9 @@ def iteration(settings: Settings) -> list[Measured]:
     steps = 1024 if settings.quick else settings.total_timesteps
     rows = []
     for env in ENVIRONMENTS[:1] if settings.quick else ENVIRONMENTS:
-        taken: dict[str, dict[str, list[float]]] = {critic: {} for critic in ("in-context", "mlp")}
+        taken: dict[CriticName, dict[str, list[float]]] = {"in-context": {}, "mlp": {}}
         for index in range(min(settings.rounds, 3) + 1):
-            for critic in list(taken) if index % 2 else reversed(list(taken)):
+            for critic in list(taken) if index % 2 else list(reversed(taken)):
                 timer = PartTimer()
                 learn = timer.watching(_PARTS, _REST)
                 with mock.patch.object(PPO, "learn", _within(learn, PPO.learn)):
@@ -89,7 +90,7 @@ def iteration(settings: Settings) -> list[Measured]:
                 for part, seconds in timer.seconds.items() if index else ():
                     taken[critic].setdefault(part, []).append(seconds / steps)
         for part in [*_PARTS, _REST]:
-            per_critic = {critic: parts[part] for critic, parts in taken.items() if part in parts}
+            per_critic = {str(critic): parts[part] for critic, parts in taken.items() if part in parts}
             ours = per_critic.get("in-context", [0.0])
             rows.append(
                 Measured(
