@@ -84,6 +84,10 @@ class InContextCritic(nn.Module):
         n_tasks: With more than 1, the last ``n_tasks`` entries of an observation are the one-hot of its task, and every
             task has a context of its own.
 
+    Attributes:
+        settings: The arguments with their defaults filled in, as far as they are none of the algorithm's: what builds the same critic
+            with another version of this package too.
+
     Raises:
         ValueError: An argument out of its range.
 
@@ -134,6 +138,7 @@ class InContextCritic(nn.Module):
         if oldest_weight is not None and not 0.0 < oldest_weight <= 1.0:
             raise ValueError(f"oldest_weight must lie in (0, 1], got {oldest_weight}.")
         self.gamma_given = gamma is not None or transformer is not None
+        given = kernel
         if transformer is None:
             if isinstance(kernel, str):
                 kernel = make_kernel(kernel, temperature)
@@ -166,11 +171,21 @@ class InContextCritic(nn.Module):
                 n_landmarks=n_landmarks,
                 offset=offset,
             )
+            own: dict[str, Any] = {
+                "kernel": given, "temperature": temperature, "n_layers": n_layers, "step_sizes": step_sizes,
+                "step_normalization": step_normalization, "ridge": transformer.ridge, "n_landmarks": n_landmarks,
+                "algorithm": algorithm, "trace_decay": trace_decay, "acceleration": acceleration,
+                "value_shift": transformer.value_shift, "offset": offset,
+            }  # fmt: skip
         elif gamma is not None and not math.isclose(gamma, float(transformer.gamma)):
             raise ValueError(f"gamma={gamma} is not the transformer's, {float(transformer.gamma)}; leave it out.")
+        else:
+            own = {"transformer": transformer}
         self.transformer = transformer
         self.n_features, self.n_tasks, self.standardize = n_features, n_tasks, standardize
         self.oldest_weight = 1.0 if oldest_weight is None else float(oldest_weight)
+        own |= {"gamma": gamma, "standardize": standardize, "oldest_weight": self.oldest_weight, "n_tasks": n_tasks}
+        self.settings = own
         self.is_synced = False  # a callback keeps the context up to date; a matter of this process, never saved
         for name in self._of_the_context:
             self.register_buffer(name, torch.zeros(0))

@@ -223,7 +223,12 @@ class TrainingRun:
         critic = (config.critic_options if choice.takes_options else choice.options).critic_kwargs()
         if len(config.env) > 1:
             critic["n_tasks"] = len(config.env)
-        return PPO(InContextActorCriticPolicy, self.env, policy_kwargs={"critic_kwargs": critic}, **options)
+        model = PPO(InContextActorCriticPolicy, self.env, policy_kwargs={"critic_kwargs": critic}, **options)
+        policy = model.policy
+        assert isinstance(policy, InContextActorCriticPolicy)
+        # A checkpoint is loaded with these: a run goes on with the defaults that it began with, whatever a later version's are.
+        model.policy_kwargs["critic_kwargs"] = policy.critic_kwargs = policy.critic.settings
+        return model
 
     def _load(self, checkpoint: Path) -> OnPolicyAlgorithm:
         if CRITICS[self.config.critic].in_context:

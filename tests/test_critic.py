@@ -133,3 +133,25 @@ def test_a_ready_transformer_is_taken_as_it_is():
         critic.condition(Context.empty(4))
     with pytest.raises(RuntimeError, match="has no context yet"):
         critic(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_layers": 5, "step_sizes": 0.5, "kernel": "rbf", "temperature": 2.0},
+        {"algorithm": "residual_gradient", "acceleration": "conjugate", "n_layers": 4, "n_landmarks": None},
+        {"algorithm": "average_reward", "standardize": False, "oldest_weight": 0.5},
+        {"transformer": InContextTransformer(RBFKernel(1.0), gamma=0.9, n_layers=3)},
+    ],
+)
+def test_settings_build_the_same_critic(options):
+    critic = InContextCritic(2, **options)
+    again = InContextCritic(2, **critic.settings)
+    assert again.settings == critic.settings
+    rng = np.random.default_rng(0)
+    path = rng.normal(size=(21, 2))
+    context = Context(path[:-1], rng.normal(size=20), path[1:], [False] * 20)
+    for each in (critic, again):
+        each.condition(context)
+    torch.testing.assert_close(again(context.states), critic(context.states), rtol=0, atol=0)

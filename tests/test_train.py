@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from icrl_gym.cli import main
+from icrl_gym.critic import InContextCritic
 from icrl_gym.plots import binned
 from icrl_gym.runs import Episode, RunFolder, load_contexts
 from icrl_gym.statistics import bootstrap_interval
@@ -50,6 +51,27 @@ def test_a_run_s_folder_answers_what_it_was(tmp_path, critic):
     assert contexts.exists() == (critic == "in-context")
     if contexts.exists():
         assert [len(c) for c in load_contexts(contexts)] == [512, 512]
+
+
+def test_a_run_goes_on_with_the_defaults_that_it_began_with(tmp_path, monkeypatch):
+    path = train(small(tmp_path / "run"))
+    began = PPO.load(path / "model.zip", device="cpu").policy.critic
+    assert began.settings["oldest_weight"] == 0.1 and began.settings["trace_decay"] == 0.8
+
+    def later_version(n_features, **given):
+        return InContextCritic(
+            n_features, **{"kernel": "rbf", "n_landmarks": 8, "standardize": False, "ridge": 0.5, **given}
+        )
+
+    monkeypatch.setattr("icrl_gym.policy.InContextCritic", later_version)
+    assert (
+        train(small(tmp_path / "another"))
+        and PPO.load(tmp_path / "another" / "model.zip").policy.critic.transformer.n_landmarks == 8
+    )
+    train(TrainConfig(resume=str(path), total_timesteps=1280))
+    went_on = PPO.load(path / "model.zip", device="cpu")
+    assert went_on.num_timesteps == 1280
+    assert went_on.policy.critic.settings == began.settings and went_on.policy.critic.transformer.n_landmarks == 256
 
 
 def test_the_same_seed_plays_the_same_episodes(tmp_path):
