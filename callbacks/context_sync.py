@@ -19,7 +19,7 @@ from icrl_gym.context import Context
 from icrl_gym.critic import Evaluation
 from icrl_gym.recency import aged
 
-__all__ = ["ContextSyncCallback", "Window", "pooled"]
+__all__ = ["ContextSyncCallback", "Window"]
 
 
 class Window(NamedTuple):
@@ -140,18 +140,28 @@ class ContextSyncCallback(RolloutCallback):
         """Evaluate the next context in a thread, now that the rollout has ended.
 
         Args:
-            evaluation: It has been already: of the pooled transitions of :meth:`windows`' second, in the view of this moment.
+            evaluation: It has been already: of :meth:`next_context`.
         """
         if self._worker is None or self.num_timesteps >= self.model._total_timesteps:
             return
         view, (_, window) = self._view, self.windows()
         assert view is not None
         if evaluation is None:
-            ahead = self._worker.submit(self.critic.evaluate, pooled(view, window, self.critic.oldest_weight))
+            ahead = self._worker.submit(self.critic.evaluate, self.next_context())
         else:
             ahead = Future()
             ahead.set_result(evaluation)
         self._ahead = _Ahead(ahead, view, window)
+
+    def next_context(self) -> Context:
+        """The transitions of :meth:`windows`' second, pooled, as the policy saw them when the rollout ended.
+
+        Raises:
+            RuntimeError: No rollout has ended under this callback.
+        """
+        _, closing = self.windows()
+        assert self._view is not None
+        return pooled(self._view, closing, self.critic.oldest_weight)
 
     def _on_training_end(self) -> None:
         self.critic.is_synced = False

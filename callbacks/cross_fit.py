@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from icrl_gym.callbacks.context_sync import ContextSyncCallback, Window, pooled
+from icrl_gym.callbacks.context_sync import ContextSyncCallback, Window
 from icrl_gym.callbacks.rollout import RolloutCallback, flat_observations
-from icrl_gym.callbacks.view import PolicyView
 from icrl_gym.wrappers import ContextSnapshot
 from stable_baselines3.common.utils import obs_as_tensor
 
@@ -70,7 +69,7 @@ class CrossFitCallback(RolloutCallback):
         with torch.no_grad():
             tasks = self.critic.tasks_of(self.policy.critic_states(obs_as_tensor(last, self.policy.device)))
         counts = torch.bincount(tasks, minlength=self.critic.n_tasks)
-        self._folds, self.sync.waits = [], False
+        self._folds = []
         if int(counts.min()) < 2 and self.where_possible:
             return
         require_other_environments(int(counts.min()), self.critic.n_tasks)
@@ -103,10 +102,8 @@ class CrossFitCallback(RolloutCallback):
             following = self.policy.critic_states(obs_as_tensor(self.locals["new_obs"], self.policy.device))
         asked = torch.cat([states, following.unsqueeze(0)])
         rewards, last = np.array(self._rewards), np.zeros(n_envs)
-        opening, closing = self.sync.windows()
-        context = pooled(PolicyView(self.training_env), closing, self.critic.oldest_weight)
-        folds = folds_of(opening, closing, n_steps, self._folds)
-        whole, without = self.critic.evaluate_folds(context, folds, len(self._folds))
+        folds = folds_of(*self.sync.windows(), n_steps, self._folds)
+        whole, without = self.critic.evaluate_folds(self.sync.next_context(), folds, len(self._folds))
         self.sync.look_ahead(whole)
         for held_out, evaluation in zip(self._folds, without, strict=True):
             values = self.critic.values_of(evaluation, asked[:, held_out].flatten(0, 1)).numpy(force=True)

@@ -156,27 +156,14 @@ class InContextCritic(nn.Module):
                 algorithm = "td_lambda" if n_layers == math.inf else "td"
             if algorithm == "td_lambda" and trace_decay is None:
                 trace_decay = 0.8
-            transformer = InContextTransformer(
-                kernel,
-                step_sizes,
-                0.99 if gamma is None else gamma,
-                step_normalization,
-                n_layers=n_layers,
-                ridge=ridge,
-                algorithm=algorithm,
-                trace_decay=trace_decay,
-                acceleration=acceleration,
+            options: dict[str, Any] = {
+                "step_sizes": step_sizes, "step_normalization": step_normalization, "n_layers": n_layers, "ridge": ridge,
+                "algorithm": algorithm, "trace_decay": trace_decay, "acceleration": acceleration, "n_landmarks": n_landmarks,
                 # Average reward takes the mean out of the rewards itself.
-                value_shift=algorithm != "average_reward" if value_shift is None else value_shift,
-                n_landmarks=n_landmarks,
-                offset=offset,
-            )
-            own: dict[str, Any] = {
-                "kernel": given, "temperature": temperature, "n_layers": n_layers, "step_sizes": step_sizes,
-                "step_normalization": step_normalization, "ridge": transformer.ridge, "n_landmarks": n_landmarks,
-                "algorithm": algorithm, "trace_decay": trace_decay, "acceleration": acceleration,
-                "value_shift": transformer.value_shift, "offset": offset,
+                "value_shift": algorithm != "average_reward" if value_shift is None else value_shift, "offset": offset,
             }  # fmt: skip
+            transformer = InContextTransformer(kernel, gamma=0.99 if gamma is None else gamma, **options)
+            own = {"kernel": given, "temperature": temperature, **options, "ridge": transformer.ridge}
         elif gamma is not None and not math.isclose(gamma, float(transformer.gamma)):
             raise ValueError(f"gamma={gamma} is not the transformer's, {float(transformer.gamma)}; leave it out.")
         else:

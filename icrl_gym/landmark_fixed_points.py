@@ -23,7 +23,7 @@ from icrl_gym.context import Context
 from icrl_gym.kernels import NystromKernel
 from icrl_gym.linear_solve import require_solved, solve
 from icrl_gym.solvers import apply, trace, value_of
-from icrl_gym.value_function import MOST_GROWTH, ValueFunction, reward_center, temporal_difference
+from icrl_gym.value_function import MOST_GROWTH, ValueFunction, constant_share, reward_center, temporal_difference
 
 __all__ = ["blocks", "landmark_fixed_point", "landmark_fixed_points", "leaves_out"]
 
@@ -93,8 +93,8 @@ def landmark_fixed_points(
     """
     wide, discount = context.to(dtype=torch.float64), gamma.double()
     # What C multiplies in the shifted rewards is summed beside the rewards, because each fold has a C of its own.
-    share = (1 - discount * (~wide.terminated).double()) * wide.mask
-    sums = _sums(kernel, wide, algorithm, torch.stack([wide.rewards * wide.mask, share]), discount, folds, n_folds)
+    targets = torch.stack([wide.rewards * wide.mask, constant_share(wide, discount)])
+    sums = _sums(kernel, wide, algorithm, targets, discount, folds, n_folds)
     solver = _Solver(kernel, algorithm, gamma, ridge, has_offset, most_growth, context.rewards.dtype)
     values = []
     for fold in range(n_folds + 1):

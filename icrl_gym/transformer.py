@@ -597,30 +597,17 @@ class InContextTransformer(nn.Module):
             )
         kernel = self._given(context)[0]
         assert isinstance(kernel, NystromKernel)
-        gamma, has_offset = self.gamma.to(context.rewards), self.offset == "centered"
-        if not context.batch_shape:
-            return landmark_fixed_points(
-                kernel,
-                context,
-                self.algorithm,
-                folds,
-                n_folds,
-                self.value_shift,
-                gamma,
-                self.ridge,
-                has_offset,
-                most_growth,
-            )
-        each = []
-        for index in range(context.batch_shape[0]):
-            own = kernel.selected(index)
+
+        def of_one(own: Kernel, context: Context, folds: Tensor) -> list[ValueFunction]:
             assert isinstance(own, NystromKernel)
-            each.append(
-                landmark_fixed_points(
-                    own, context[index], self.algorithm, folds[index], n_folds, self.value_shift, gamma, self.ridge,
-                    has_offset, most_growth,
-                )
+            return landmark_fixed_points(
+                own, context, self.algorithm, folds, n_folds, self.value_shift, self.gamma.to(context.rewards), self.ridge,
+                self.offset == "centered", most_growth,
             )  # fmt: skip
+
+        if not context.batch_shape:
+            return of_one(kernel, context, folds)
+        each = [of_one(kernel.selected(index), context[index], folds[index]) for index in range(context.batch_shape[0])]
         return [ValueFunction.stack(kernel.base, values) for values in zip(*each, strict=True)]
 
     def coefficients_by_depth(

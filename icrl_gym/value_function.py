@@ -27,6 +27,7 @@ __all__ = [
     "MOST_GROWTH",
     "ValueFunction",
     "check_growth",
+    "constant_share",
     "divergence",
     "expand",
     "grown",
@@ -143,11 +144,16 @@ def reward_center(context: Context, gamma: Tensor) -> tuple[Float[Tensor, "*b n"
 
     Source: Naik et al. 2024 (reward centering).
     """
-    share = (1 - gamma * (~context.terminated).to(context.rewards)) * context.mask
+    share = constant_share(context, gamma)
     total = (context.weights * share).sum(-1)
     rewards = (context.weights * context.rewards).sum(-1)
     shift = torch.where(total > 0, rewards / torch.where(total > 0, total, 1.0), 0.0)
     return context.rewards - shift.unsqueeze(-1) * share, shift
+
+
+def constant_share(context: Context, gamma: Tensor) -> Float[Tensor, "*b n"]:
+    """1 - gamma (1 - terminated_i): what a constant in every value adds to each TD error; zero in empty places."""
+    return (1 - gamma * (~context.terminated).to(context.rewards)) * context.mask
 
 
 def temporal_difference(

@@ -77,15 +77,14 @@ class PartTimer:
 
 def iteration(settings: Settings) -> list[Measured]:
     """Microseconds of processor time a step; the first round warms up."""
-    steps = 1024 if settings.quick else settings.total_timesteps
+    steps = settings.size(settings.total_timesteps, 1024)
     rows = []
     for env in ENVIRONMENTS[:1] if settings.quick else ENVIRONMENTS:
         taken: dict[CriticName, dict[str, list[float]]] = {"in-context": {}, "mlp": {}}
         for index in range(min(settings.rounds, 3) + 1):
             for critic in list(taken) if index % 2 else list(reversed(taken)):
                 timer = PartTimer()
-                learn = timer.watching(_PARTS, _REST)
-                with mock.patch.object(PPO, "learn", _within(learn, PPO.learn)):
+                with mock.patch.object(PPO, "learn", timer.watching(_PARTS, _REST)(PPO.learn)):
                     one_run(env, critic, steps)
                 for part, seconds in timer.seconds.items() if index else ():
                     taken[critic].setdefault(part, []).append(seconds / steps)
@@ -100,14 +99,3 @@ def iteration(settings: Settings) -> list[Measured]:
                 )
             )  # fmt: skip
     return rows
-
-
-def _within(context: contextlib.AbstractContextManager[None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs in a context."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return function(*args, **kwargs)
-
-    return call
