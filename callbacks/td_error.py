@@ -135,11 +135,10 @@ class TDErrorCallback(RolloutCallback):
         return None
 
     def _draw(self) -> None:
-        writer, curve = self._writer(), self.critic.td_error_by_depth()
-        if writer is None or not curve:
-            return
-        figure = depth_figure(curve)
-        if figure is not None:
+        writer = self._writer()
+        curve = self.critic.td_error_by_depth() if writer is not None else {}
+        figure = depth_figure(curve) if curve else None
+        if writer is not None and figure is not None:
             writer.add_figure("td_error/by_depth", figure, self.num_timesteps)
             writer.flush()  # at the end of training no dump of SB3's logger follows that would
 

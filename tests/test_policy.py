@@ -126,6 +126,42 @@ def test_no_parameter_of_the_critic_exists():
         torch.testing.assert_close(value, before[name])
 
 
+def test_fused_adam_takes_the_steps_of_the_slow_one(tmp_path):
+    def trained(**options):
+        torch.manual_seed(0)
+        env = RollingContext(gym.make("Pendulum-v1"), length=256)
+        model = PPO(
+            InContextActorCriticPolicy,
+            env,
+            n_steps=64,
+            batch_size=32,
+            seed=0,
+            policy_kwargs={"optimizer_kwargs": options},
+        )
+        return model, model.learn(64, callback=InContextCallback())  # one update: later rollouts amplify rounding
+
+    fused, _ = trained()
+    slow, _ = trained(fused=False)
+    assert fused.policy.optimizer.param_groups[0]["fused"] and not slow.policy.optimizer.param_groups[0]["fused"]
+    start = PPO(InContextActorCriticPolicy, fused.env, n_steps=64, seed=0).policy.state_dict()
+    for name, parameter in fused.policy.named_parameters():
+        assert (parameter - start[name]).abs().max() > 1e-4  # it did learn
+        torch.testing.assert_close(parameter, slow.policy.get_parameter(name), rtol=0, atol=1e-6)
+    # What was saved without it goes on without it.
+    slow.save(tmp_path / "slow")
+    assert not PPO.load(tmp_path / "slow", fused.env).policy.optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("asked", [{"foreach": True}, {"capturable": True}, {"fused": None}])
+def test_an_optimizer_that_was_asked_for_stays(asked):
+    env = RollingContext(gym.make("Pendulum-v1"), length=256)
+    model = PPO(InContextActorCriticPolicy, env, n_steps=64, policy_kwargs={"optimizer_kwargs": asked})
+    assert not model.policy.optimizer.defaults["fused"]
+    assert model.policy.optimizer.defaults.items() >= asked.items()
+    model = A2C(InContextActorCriticPolicy, env)  # RMSprop knows no fused steps
+    assert "fused" not in model.policy.optimizer.defaults
+
+
 def test_values_learn_the_return():
     # A reward of 1 for ever, cut every 5 steps and bootstrapped there: the value is 1 / (1 - gamma) everywhere.
     model = make_model(DummyVecEnv([steps_env()]), gamma=0.9).learn(64, callback=InContextCallback())
