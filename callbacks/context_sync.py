@@ -115,7 +115,8 @@ class ContextSyncCallback(RolloutCallback):
             self._before = self._window(self._snapshots())
             critic.condition(pooled(view, self._before, critic.oldest_weight))
         self._after = None
-        critic.is_synced = True
+        # Not before the rollout's end: of a rollout that breaks off, nothing may be learned, nor of the next one elsewhere.
+        critic.is_synced = False
         self.n_refused = sum(snapshot.n_refused for snapshot in snapshots)
         assert critic.context is not None
         size = int(critic.context.mask.sum())
@@ -133,6 +134,7 @@ class ContextSyncCallback(RolloutCallback):
         self._check_transitions(view, snapshots)
         self._after = self._window(snapshots)
         self._view = view
+        self.critic.is_synced = True
         if not self.waits:
             self.look_ahead()
 
@@ -239,6 +241,12 @@ class ContextSyncCallback(RolloutCallback):
             newest = min(len(context), len(terminated))
             if not newest or snapshot.n_refused:
                 continue  # nothing to compare, or holes in the record
+            raw = float(context.rewards[-1])
+            if abs(raw) > np.finfo(np.float32).max:
+                raise ValueError(
+                    f"environment {index}: a reward of {raw:.6g} does not fit into float32, in which the algorithm keeps rewards. "
+                    f"Scale rewards inside of RollingContext (gymnasium.wrappers.TransformReward)."
+                )
             recorded = float(view.rewards(context.rewards[-1].numpy()))
             if not np.isclose(recorded, self._rewards[index], rtol=1e-4, atol=1e-6):
                 raise ValueError(

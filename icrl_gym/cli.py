@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Annotated, Union
 
 import gymnasium as gym
@@ -14,6 +15,7 @@ from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.critic_benchmark import CriticBenchmarkConfig, critic_benchmark
 from icrl_gym.datasets import CollectConfig, collect
 from icrl_gym.experiments import ReproduceConfig, reproduce
+from icrl_gym.parallel import DIED, WorkerDiedError
 from icrl_gym.plots import INSTALL
 from icrl_gym.pretraining import PretrainConfig, pretrain
 from icrl_gym.runs import FolderInUseError
@@ -48,7 +50,16 @@ USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ImportError, gym.error.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 2 for what the user got wrong and 130 for an interruption."""
+    """Run the command line; the exit code is 2 for what the user got wrong, 1 for a worker that died and 130 for an interruption."""
+    try:
+        return _main(arguments)
+    except (BrokenProcessPool, WorkerDiedError) as error:
+        what = str(error) if isinstance(error, WorkerDiedError) else f"a worker: {DIED}"
+        print(f"icrl-gym: error: {what}. What has finished is kept; the same command goes on.", file=sys.stderr)
+        return 1
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["--version"], ["-V"]):
         print(f"icrl-gym {icrl_gym.__version__}")
@@ -102,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = run.folder.status
     curve = run.folder.path / "learning_curve.png"
     shown = str(curve) if curve.is_file() else f"no learning_curve.png without matplotlib ({INSTALL})"
-    print(f"done: {status['timesteps']:,} steps at {status['steps_per_second']:.0f} steps/s; {shown}")
+    speed = f" at {status['steps_per_second']:.0f} steps/s" if "steps_per_second" in status else ""
+    print(f"done: {status['timesteps']:,} steps{speed}; {shown}")
     return 0
 
 

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Hashable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,17 +23,44 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-__all__ = ["Backend", "RayExecutor", "Workers", "completed", "spawned"]
+__all__ = ["DIED", "Backend", "RayExecutor", "WorkerDiedError", "Workers", "completed", "in_own_process", "spawned"]
 
 Backend = Literal["processes", "ray"]
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
+DIED = "its process died: killed, or out of memory; fewer --jobs need less"
 _RETRIES = 3  # of a task whose node or process died; an error that the function raises is never tried again
 _REACH_SECONDS = 5.0
 _REMEDY = "Start one with `ray start --head`, and run this on one of its nodes with --address HOST:PORT, or auto."
 _INHERITED = ("MINARI_DATASETS_PATH",)  # what a computation reads from its surroundings beside its arguments
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process was killed, by the system for its memory or by somebody."""
+
+
+def in_own_process(function: Callable[..., Result], *args: Any) -> Result:
+    """Compute ``function(*args)`` in a process made for it; for the threads of a ``ThreadPoolExecutor``.
+
+    In a pool of processes one that dies takes all others with it. Here it takes its own computation only.
+
+    Args:
+        function: Of a module: the process imports it.
+        *args: Its arguments.
+
+    Returns:
+        Its result, or what it raises.
+
+    Raises:
+        WorkerDiedError: The process ended without an answer.
+    """
+    with ProcessPoolExecutor(1, **spawned()) as pool:
+        try:
+            return pool.submit(function, *args).result()
+        except BrokenProcessPool as error:
+            raise WorkerDiedError(DIED) from error
 
 
 def completed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         lr_schedule: As for SB3.
         critic_kwargs: Arguments of :class:`~icrl_gym.critic.InContextCritic`.
         **kwargs: Arguments of SB3's ``ActorCriticPolicy``. ``net_arch`` describes the actor; its ``vf`` part is not used. Adam
-            is fused unless ``optimizer_kwargs`` say otherwise.
+            is fused unless ``optimizer_kwargs`` say otherwise, ``dict(fused=False, eps=1e-5)`` for example: SB3's eps of 1e-5
+            holds where they are not given at all, Adam's own of 1e-8 where they are.
 
     Raises:
         ValueError: An observation space of images, or an argument of the critic out of its range.
@@ -101,7 +103,7 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         super()._build(lr_schedule)
         self.value_net = InContextCritic(int(self.vf_features_extractor.features_dim), **self.critic_kwargs)
         # Again, now without the parameters of the value network that SB3 has built in the meantime.
-        options = {**_fused(self.optimizer_class, self.optimizer_kwargs), **self.optimizer_kwargs}
+        options = {**_fused(self.optimizer_class, self.parameters(), self.optimizer_kwargs), **self.optimizer_kwargs}
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **options)  # type: ignore[call-arg]
 
     def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
@@ -138,13 +140,17 @@ class InContextActorCriticPolicy(ActorCriticPolicy):
         return {**super()._get_constructor_parameters(), "critic_kwargs": self.critic_kwargs}
 
 
-def _fused(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+def _fused(
+    optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[Tensor], options: dict[str, Any]
+) -> dict[str, Any]:
     """Adam steps in one call instead of a dozen operations a parameter, where nothing else was asked for.
 
     The same mathematics. Networks of PPO's size spend more on starting operations than on the operations.
     """
     asked = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
-    return {"fused": True} if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not asked else {}
+    # Torch's fused step refuses complex parameters, and reads strided ones (a transposed weight) in the wrong order.
+    fit = all(p.is_floating_point() and p.is_contiguous() for p in parameters)
+    return {"fused": True} if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and fit and not asked else {}
 
 
 def _finite_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

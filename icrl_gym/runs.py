@@ -103,12 +103,11 @@ class RunFolder:
             FileNotFoundError: No run is here.
             ValueError: What is here is not JSON.
         """
-        file = self.path / "config.json"
-        if not file.is_file():
+        if not self.started:
             raise FileNotFoundError(
                 f"no run at {str(self.path)!r}: expected a folder with config.json, made by `icrl-gym train`."
             )
-        return _read_json(file)
+        return _read_json(self.path / "config.json")
 
     @property
     def status(self) -> dict[str, Any]:
@@ -121,9 +120,20 @@ class RunFolder:
         return _read_json(file) if file.is_file() else {}
 
     @property
+    def started(self) -> bool:
+        """Whether a run is here: its settings are what a run writes first."""
+        return (self.path / "config.json").is_file()
+
+    @property
     def finished(self) -> bool:
         """Whether the run came to its end."""
-        return self.status.get("status") == "finished"
+        return self.started and self.status.get("status") == "finished"
+
+    @property
+    def holds_files(self) -> bool:
+        """Whether anything is here but a lock and what a killed process had begun to write."""
+        there = self.path.iterdir() if self.path.exists() else ()
+        return any(p.name != ".lock" and not p.name.startswith(".partial_") for p in there)
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Keep the resolved settings."""
@@ -152,6 +162,16 @@ class RunFolder:
                 shutil.rmtree(partial, ignore_errors=True)
             else:
                 partial.unlink(missing_ok=True)
+
+    def forget_after(self, timesteps: int) -> None:
+        """Forget what a run that goes on from there will do again: episodes, evaluations, and from its beginning its events.
+
+        Events after a checkpoint stay, and their later readers hide them (``purge_step``).
+        """
+        self.drop_episodes_after(timesteps)
+        self.drop_evaluations_after(timesteps)
+        if not timesteps:
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
     # Checkpoints
 

@@ -30,7 +30,7 @@ from icrl_gym.critic_choices import CRITICS, CriticConfig, ZeroValuePolicy, recu
 from icrl_gym.evaluation import EvaluationCallback, evaluation_seed
 from icrl_gym.plots import learning_curves
 from icrl_gym.policy import InContextActorCriticPolicy
-from icrl_gym.runs import Episode, RunFolder, load_contexts, versions
+from icrl_gym.runs import Episode, FolderInUseError, RunFolder, load_contexts, versions
 from icrl_gym.train_callbacks import Interruption, RunCallback, progress_callback
 from icrl_gym.train_envs import make_evaluation_env, make_training_env, without_normalization
 from icrl_gym.train_settings import RunOptions, TrainConfig, flat_settings, require_writable, resolve_envs, validate
@@ -74,7 +74,8 @@ class TrainingRun:
 
     def __init__(self, config: TrainConfig, given: Collection[str] | None = None) -> None:
         self.checkpoint: Path | None = None
-        if config.resume is not None:
+        self._resumes = config.resume is not None
+        if self._resumes:
             self.folder, config = _resumed(config, given)
             self.checkpoint = self.folder.checkpoints[-1] if self.folder.checkpoints else None
             if self.checkpoint is None and not self.folder.finished:
@@ -93,11 +94,14 @@ class TrainingRun:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self.folder = RunFolder(config.run_dir or Path("runs") / f"{config.label()}-{stamp}")
             require_writable(self.folder.path)
-            if self.folder.path.exists() and any(p.name != ".lock" for p in self.folder.path.iterdir()):
-                raise ValueError(
-                    f"--run-dir {str(self.folder.path)!r} is not empty. Take another, or go on with that run: "
-                    f"--resume {shlex.quote(str(self.folder.path))}."
+            if self.folder.holds_files:
+                path = str(self.folder.path)
+                rest = (
+                    f"go on with that run: --resume {shlex.quote(path)}"
+                    if self.folder.started
+                    else "delete what is there, which is no run (it has no config.json)"
                 )
+                raise ValueError(f"--run-dir {path!r} is not empty. Take another, or {rest}.")
         validate(config)
         torch.set_num_threads(config.torch_threads)
         self.config = config
@@ -114,11 +118,24 @@ class TrainingRun:
                 raise
 
     def learn(self) -> None:
-        """Train to the end, with checkpoints on the way; an interrupted run leaves one to resume from."""
+        """Train to the end, with checkpoints on the way; an interrupted run leaves one to resume from.
+
+        Raises:
+            FolderInUseError: Another process is at work in the folder, or was since this run was made.
+        """
         if self.done:
             return
         with self.folder.lock():
+            self._require_untouched()
             self._learn()
+
+    def _require_untouched(self) -> None:
+        """What this run was made from must be what is there now that the folder is its own."""
+        newest = self.folder.checkpoints[-1] if self.folder.checkpoints else None
+        if newest != self.checkpoint or self.folder.started != self._resumes:
+            raise FolderInUseError(
+                f"another process has worked in {str(self.folder.path)!r} since this one read it; give the command again."
+            )
 
     def _learn(self) -> None:
         config, model, folder = self.config, self.model, self.folder
@@ -133,8 +150,7 @@ class TrainingRun:
             started=_now(),
             timesteps=model.num_timesteps,
         )
-        folder.drop_episodes_after(model.num_timesteps)
-        folder.drop_evaluations_after(model.num_timesteps)
+        folder.forget_after(model.num_timesteps)
         model.set_logger(_logger(folder.path, model.num_timesteps, config.verbose))
         start, steps_before = time.perf_counter(), model.num_timesteps
         parts: list[BaseCallback] = []
@@ -184,12 +200,10 @@ class TrainingRun:
         learning_curves(
             {f"PPO, {config.variant} critic": [points]}, folder.path / "learning_curve.png", " + ".join(config.env)
         )
-        folder.update_status(
-            status="finished",
-            ended=_now(),
-            timesteps=model.num_timesteps,
-            steps_per_second=round((model.num_timesteps - steps_before) / seconds, 1),
-        )
+        trained = model.num_timesteps - steps_before
+        # Killed after its last step, a run has nothing left to time.
+        speed = {"steps_per_second": round(trained / seconds, 1)} if trained else {}
+        folder.update_status(status="finished", ended=_now(), timesteps=model.num_timesteps, **speed)
 
     def _make_model(self) -> OnPolicyAlgorithm:
         config = self.config

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from icrl_gym.benchmark.report import write_report
 from icrl_gym.critic_choices import CRITICS, CriticConfig, CriticName, VariantName
-from icrl_gym.parallel import completed, spawned
-from icrl_gym.runs import RunFolder
+from icrl_gym.parallel import WorkerDiedError, completed, in_own_process
+from icrl_gym.runs import FolderInUseError, RunFolder
 from icrl_gym.train import RunOptions, TrainConfig, TrainingRun, final_return, train
 
 __all__ = ["BenchmarkConfig", "benchmark"]
@@ -73,7 +72,9 @@ def benchmark(config: BenchmarkConfig) -> Path:
     Raises:
         ValueError: Settings that cannot work, or a folder with runs of other settings.
         FloatingPointError: A critic's layers diverge.
-        RuntimeError: A run failed; the others went on to their ends, and the report names it.
+        FolderInUseError: Another process is at work on one of the runs.
+        WorkerDiedError: A run's process was killed; the same command goes on from the run's newest checkpoint.
+        RuntimeError: A run failed otherwise. Whichever it was, the others went on to their ends, and the report names it.
     """
     for name in ("seeds", "jobs"):
         if getattr(config, name) < 1:
@@ -93,7 +94,7 @@ def benchmark(config: BenchmarkConfig) -> Path:
     tried = set()
     for run in configs:
         folder = RunFolder(str(run.run_dir))
-        if not (folder.path / "config.json").is_file():
+        if not folder.started:
             if (run.env, run.variant) not in tried and not config.report_only:
                 # Made once here: what is wrong is said before anything runs.
                 tried.add((run.env, run.variant))
@@ -102,9 +103,7 @@ def benchmark(config: BenchmarkConfig) -> Path:
             continue
         _require_same(run, folder)
         if not folder.finished and not config.report_only:
-            if not folder.checkpoints:
-                shutil.rmtree(folder.path)
-            missing[run.label()] = TrainConfig(resume=run.run_dir) if folder.checkpoints else run
+            missing[run.label()] = TrainConfig(resume=run.run_dir)
     out = Path(config.out)
     if config.report_only:
         if not any(RunFolder(str(run.run_dir)).finished for run in configs):
@@ -117,8 +116,8 @@ def benchmark(config: BenchmarkConfig) -> Path:
     failures = _run_all(missing, config.jobs)
     print(write_report(out, config.envs, config.critics, configs), end="")
     for label, failure in failures.items():
-        if isinstance(failure, FloatingPointError):
-            raise FloatingPointError(f"{label}: {failure}")
+        if isinstance(failure, FloatingPointError | FolderInUseError | WorkerDiedError):
+            raise type(failure)(f"{label}: {failure}")
         raise RuntimeError(f"{label} failed; the same command tries it again") from failure
     return out
 
@@ -131,6 +130,7 @@ def _require_same(run: TrainConfig, folder: RunFolder) -> None:
     # A run made before a setting existed had its default.
     defaults, wanted = (json.loads(json.dumps(dataclasses.asdict(c))) for c in (TrainConfig(), run))
     stored = {**defaults, **folder.config}
+    stored["critic_options"] = {**defaults["critic_options"], **stored["critic_options"]}
     free = {"resume", "run_dir", "checkpoint_freq", "verbose", "root"}
     if not CRITICS[run.critic].in_context:
         free |= {"context_rollouts", "critic_options"}  # it has none
@@ -149,9 +149,9 @@ def _run_all(runs: dict[str, TrainConfig], jobs: int) -> dict[str, Exception]:
     failures: dict[str, Exception] = {}
     if not runs:
         return failures
-    calls = {label: (run,) for label, run in runs.items()}
-    with ProcessPoolExecutor(min(jobs, len(runs)), **spawned()) as pool:
-        for done, (label, future) in enumerate(completed(train, calls, pool, jobs), 1):
+    calls = {label: (train, run) for label, run in runs.items()}
+    with ThreadPoolExecutor(min(jobs, len(runs))) as pool:
+        for done, (label, future) in enumerate(completed(in_own_process, calls, pool, jobs), 1):
             try:
                 folder = RunFolder(future.result())
             except Exception as error:

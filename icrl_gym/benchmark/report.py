@@ -33,7 +33,7 @@ _SCORES = ("AUC", "final return", "success")
 _NOTE = """AUC: the mean return over the training, by trapezoids between {what}. Final return and success: of {final}.
 Brackets: 95% bootstrap intervals over seeds (percentile method); none with a single seed.
 """
-_AGGREGATE_NOTE = """Over {n}. IQM: interquartile mean over tasks and seeds. AUC is in units of the mean AUC of `{reference}`
+_AGGREGATE_NOTE = """Over {n}{left_out}. IQM: interquartile mean over tasks and seeds. AUC is in units of the mean AUC of `{reference}`
 on each task, whose score is 1 (where that is negative, m, the score is 1 + (x - m) / |m|). P(> {reference}): how likely a run beats
 one of `{reference}` on the same task, by AUC, averaged over tasks; a tie counts half. Brackets: 95% intervals of a stratified
 bootstrap, which resamples the seeds of each task (Agarwal et al. 2021).
@@ -71,9 +71,14 @@ def read_result(folder: RunFolder) -> RunResult:
 
     Returns:
         The result; NaN where there is nothing to tell from.
+
+    Raises:
+        ValueError: The run had evaluations, and they are not there or not readable.
     """
     speed = float(folder.status.get("steps_per_second", math.nan))
     evaluations = folder.read_evaluations()
+    if folder.config.get("eval_freq") and not evaluations:
+        raise ValueError(f"{str(folder.path / 'evaluations.csv')!r} holds no evaluation, and the run had some.")
     if evaluations:
         times = sorted({row.timesteps for row in evaluations})
         returns = [_mean(row.episode_return for row in evaluations if row.timesteps == t) for t in times]
@@ -121,24 +126,25 @@ def write_report(out: Path, envs: Sequence[str], critics: Sequence[str], runs: S
     """
     results: dict[tuple[str, str], list[RunResult]] = {(env, critic): [] for env in envs for critic in critics}
     missing: list[str] = []
-    held_out = []
+    unreadable: list[str] = []
+    evaluated = all(run.eval_freq for run in runs)
     for run in runs:
         folder = RunFolder(str(run.run_dir))
         if not folder.finished:
             missing.append(f"- {run.label()}: {_state(folder)}")
             continue
         env = next(env for env in envs if TrainConfig(env=(env,)).env == run.env)
-        results[env, run.variant].append(read_result(folder))
-        held_out.append(bool(folder.read_evaluations()))
-    evaluated = bool(held_out) and all(held_out)
+        try:
+            results[env, run.variant].append(read_result(folder))
+        except ValueError as error:
+            unreadable.append(f"- {run.label()}: {error}")
     rows = [_row(env, critic, found) for (env, critic), found in results.items() if found]
     parts = []
-    if missing:
-        parts.append(
-            f"**{len(missing)} of {len(runs)} runs have not finished** and are left out below:\n\n"
-            + "\n".join(missing)
-            + "\n"
-        )
+    for named, what in ((missing, "have not finished"), (unreadable, "cannot be read")):
+        if named:
+            parts.append(
+                f"**{len(named)} of {len(runs)} runs {what}** and are left out below:\n\n" + "\n".join(named) + "\n"
+            )
     if rows:
         note = _NOTE.format(
             what="evaluations on held-out goals" if evaluated else "stretches of training episodes",
@@ -186,7 +192,8 @@ def _row(env: str, critic: str, found: Sequence[RunResult]) -> dict[str, Any]:
         row[name] = float(np.mean(values))
         row[f"{name} low"], row[f"{name} high"] = _interval(values)
         row[f"{name} by seed"] = " / ".join(f"{value:.6g}" for value in values)
-    row["steps/s"] = round(float(np.mean([result.steps_per_second for result in found])))
+    speeds = [result.steps_per_second for result in found if math.isfinite(result.steps_per_second)]
+    row["steps/s"] = round(float(np.mean(speeds))) if speeds else ""
     return row
 
 
@@ -222,22 +229,23 @@ def _by_task(results: Mapping[tuple[str, str], Sequence[RunResult]]) -> list[dic
 def _aggregates(
     results: Mapping[tuple[str, str], Sequence[RunResult]], envs: Sequence[str], critics: Sequence[str], out: Path
 ) -> list[str]:
-    """Over all tasks on which the reference has runs."""
+    """Over the tasks on which every critic that has runs at all has some: others would compare critics on different tasks."""
     reference = "mlp" if "mlp" in critics else critics[0]
     areas = {key: [r.auc for r in found if math.isfinite(r.auc)] for key, found in results.items()}
-    tasks = [env for env in envs if areas[env, reference]]
-    if not tasks:
+    critics = [critic for critic in critics if any(areas[env, critic] for env in envs)]
+    if reference not in critics:
         return [
             f"No aggregates: `{reference}`, whose scores are their unit, has no finished run with an episode in it.\n"
         ]
+    tasks = [env for env in envs if all(areas[env, critic] for critic in critics)]
+    if not tasks:
+        return ["No aggregates: on no task has every critic a finished run with an episode in it.\n"]
     scores: dict[str, Scores] = {
         critic: [normalized(areas[env, critic], float(np.mean(areas[env, reference]))) for env in tasks]
         for critic in critics
     }
     rows = []
     for critic in critics:
-        if not any(np.size(task) for task in scores[critic]):
-            continue
         success = [[r.success for r in results[env, critic] if math.isfinite(r.success)] for env in tasks]
         row: dict[str, Any] = {"critic": critic, "runs": sum(np.size(task) for task in scores[critic])}
         row["IQM of AUC"] = _aggregate(interquartile_mean, scores[critic])
@@ -250,11 +258,14 @@ def _aggregates(
     taus = np.linspace(*_range(scores), 101)
     curves = {}
     for critic, values in scores.items():
-        if any(np.size(task) for task in values):
-            low, high = stratified_interval(lambda s: performance_profile(s, taus), values)
-            curves[critic] = (performance_profile(values, taus), low, high)
+        low, high = stratified_interval(lambda s: performance_profile(s, taus), values)
+        curves[critic] = (performance_profile(values, taus), low, high)
     over = f"{len(tasks)} tasks" if len(tasks) > 1 else "one task"
-    parts = [markdown_table(rows), _AGGREGATE_NOTE.format(n=over, reference=reference)]
+    others = [env for env in envs if env not in tasks]
+    left_out = f", without {', '.join(others)}, where not every critic has a finished run" if others else ""
+    parts = [markdown_table(rows), _AGGREGATE_NOTE.format(n=over, left_out=left_out, reference=reference)]
+    if len({row["runs"] for row in rows}) > 1:
+        parts.append("Critics have unequal numbers of runs here: seeds are missing.\n")
     if performance_profiles(taus, curves, out / "performance_profile.png", f"AUC / mean AUC of {reference}"):
         parts.append("![Fraction of runs with a normalized AUC above each threshold](performance_profile.png)\n")
     return parts
@@ -275,7 +286,7 @@ def _aggregate(statistic: Callable[..., float], *scores: Scores) -> str:
 
 
 def _state(folder: RunFolder) -> str:
-    if not (folder.path / "config.json").is_file():
+    if not folder.started:
         return "not started"
     status = folder.status
     return f"{status.get('status', 'not started')}, {status.get('timesteps', 0):,} steps at its last start or end"
