@@ -40,6 +40,10 @@ def make_env(n=2, length=128, on_reset="keep", **options):
     return DummyVecEnv([lambda: RollingContext(Drift(**options), length, on_reset) for _ in range(n)])
 
 
+def make_env_of(cls):
+    return DummyVecEnv([lambda: RollingContext(cls(), 128)])
+
+
 def make_model(env, critic=None, **options):
     options = {"n_steps": 32, "batch_size": 32, "n_epochs": 2, "gamma": 0.9, "seed": 0, "device": "cpu", **options}
     return PPO(InContextActorCriticPolicy, env, policy_kwargs={"critic_kwargs": critic or {}}, **options)
@@ -201,6 +205,37 @@ def test_a_reward_that_float32_cannot_hold_is_no_transition():
         model.learn(96, callback=InContextCallback())
     assert 0 < int(model.policy.critic.context.mask.sum()) < 64
     assert all(bool(torch.isfinite(p).all()) for p in model.policy.parameters())
+
+
+def test_a_reward_that_float32_cannot_hold_says_so_where_it_is_compared():
+    class Jackpots(Drift):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, 1e39 if self.t > 2 else 0.0, *rest
+
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(ValueError, match=r"reward of 1e\+39 does not fit into float32.*TransformR"),
+    ):
+        make_model(make_env_of(Jackpots)).learn(32, callback=InContextCallback())
+
+
+class Interrupted(BaseCallback):
+    """Ctrl-C in the middle of the second rollout."""
+
+    def _on_step(self):
+        if self.num_timesteps >= 96:
+            raise KeyboardInterrupt
+        return True
+
+
+def test_after_an_interrupted_rollout_the_critic_counts_as_unsynced():
+    model = make_model(make_env())
+    with pytest.raises(KeyboardInterrupt):
+        model.learn(640, callback=CallbackList([InContextCallback(), Interrupted()]))
+    with pytest.raises(RuntimeError, match="InContextCallback"):
+        model.learn(64)  # the values would be those of a context that nothing keeps
+    assert model.learn(64, callback=InContextCallback()).num_timesteps == 64
 
 
 def test_one_callback_serves_several_models(tmp_path):

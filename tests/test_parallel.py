@@ -10,14 +10,14 @@ import sys
 import tempfile
 import textwrap
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from icrl_gym.cli import main
 from icrl_gym.experiments.grid import run_grid
-from icrl_gym.parallel import RayExecutor, Workers, completed
+from icrl_gym.parallel import RayExecutor, WorkerDiedError, Workers, completed, in_own_process
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "ray_cluster.py"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -77,6 +77,39 @@ def test_an_early_end_submits_no_more_and_cancels():
     next(ended)
     ended.close()
     assert len(executor.held) == 2 and executor.canceled
+
+
+def test_a_process_that_dies_takes_nothing_else_with_it():
+    # Functions of a module that workers can import without this file.
+    calls = {"dies": (os._exit, 3), "raises": (divmod, 1, 0), "returns": (divmod, 7, 2), "other process": (os.getpid,)}
+    with ThreadPoolExecutor(2) as pool:
+        ended = dict(completed(in_own_process, calls, pool, 2))
+    with pytest.raises(WorkerDiedError, match=r"killed, or out of memory; fewer --jobs"):
+        ended["dies"].result()
+    with pytest.raises(ZeroDivisionError):
+        ended["raises"].result()
+    assert ended["returns"].result() == (3, 1) and ended["other process"].result() != os.getpid()
+
+
+def test_a_worker_that_dies_is_one_line_and_exit_code_1(tmp_path, capsys, monkeypatch):
+    from concurrent.futures.process import BrokenProcessPool
+
+    import icrl_gym.cli as module
+
+    for error, message in (
+        (
+            WorkerDiedError("Pendulum-v1-mlp-seed0: gone"),
+            "error: Pendulum-v1-mlp-seed0: gone. What has finished is kept",
+        ),
+        (BrokenProcessPool("a pool's own words"), "error: a worker: its process died: killed, or out of memory"),
+    ):
+
+        def reproduce(config, error=error):
+            raise error
+
+        monkeypatch.setattr(module, "reproduce", reproduce)
+        assert main(["reproduce", "offset", "--out", str(tmp_path)]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_what_a_user_gets_wrong(tmp_path, capsys, monkeypatch):

@@ -14,6 +14,7 @@ from icrl_gym.wrappers import RollingContext
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 from icrl_gym import Context, InContextActorCriticPolicy, InContextCritic
@@ -160,6 +161,35 @@ def test_an_optimizer_that_was_asked_for_stays(asked):
     assert model.policy.optimizer.defaults.items() >= asked.items()
     model = A2C(InContextActorCriticPolicy, env)  # RMSprop knows no fused steps
     assert "fused" not in model.policy.optimizer.defaults
+
+
+class Odd(BaseFeaturesExtractor):
+    """One parameter beside the networks', of a kind that torch's fused step takes wrongly or not at all."""
+
+    def __init__(self, space, parameter):
+        super().__init__(space, int(np.prod(space.shape)))
+        self.odd = torch.nn.Parameter(parameter.clone(memory_format=torch.preserve_format))
+
+    def forward(self, observations):
+        weights = torch.linspace(-1, 1, self.odd.numel()).view(self.odd.shape)
+        return observations + (self.odd.real * weights).sum()
+
+
+@pytest.mark.parametrize(
+    "parameter", [torch.zeros(2, 3).T, torch.zeros(3, dtype=torch.complex64)], ids=["transposed", "complex"]
+)
+def test_parameters_that_a_fused_step_takes_wrongly_are_stepped_one_by_one(parameter):
+    def trained(**optimizer):
+        env = RollingContext(gym.make("Pendulum-v1"), length=256)
+        options = {"features_extractor_class": Odd, "features_extractor_kwargs": {"parameter": parameter}, **optimizer}
+        torch.manual_seed(0)
+        model = PPO(InContextActorCriticPolicy, env, n_steps=64, seed=0, policy_kwargs=options)
+        model.learn(64, callback=InContextCallback())
+        return model.policy.optimizer.defaults["fused"], model.policy.features_extractor.odd.detach()
+
+    fused, moved = trained()
+    assert not fused and moved.is_contiguous() == parameter.is_contiguous() and moved.real.abs().max() > 1e-4
+    torch.testing.assert_close(moved, trained(optimizer_kwargs={"fused": False, "eps": 1e-5})[1], rtol=0, atol=1e-6)
 
 
 def test_values_learn_the_return():
