@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import math
 import os
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ class TrainConfig(RunOptions):
     """Train PPO on a Meta-World task or any registered Gymnasium id, and watch TD errors in TensorBoard."""
 
     env: tuple[str, ...] = ("reach-v3",)
-    """A Meta-World task (several, separated by spaces or commas: one run over all of them, one context a task), or a Gymnasium id."""
+    """A Meta-World task (several, separated by spaces or commas: one run over all of them, one context a task), or
+    a Gymnasium id (MODULE:ID imports a module that registers it)."""
     critic: CriticName = "in-context"
     """The in-context critic, which is never trained; SB3's learned value network (mlp); the value zero (none); the paper's 20 layers
     (paper); or sb3-contrib's recurrent PPO (recurrent)."""
@@ -116,9 +118,30 @@ class TrainConfig(RunOptions):
 
 
 def resolve_envs(names: tuple[str, ...]) -> tuple[Literal["metaworld", "gymnasium"], tuple[str, ...]]:
-    """Which library an environment's name belongs to, and its full name."""
-    if len(names) == 1 and names[0].split(":")[-1] in gym.registry:
-        return "gymnasium", names
+    """Which library an environment's name belongs to, and its full name.
+
+    Args:
+        names: One id of Gymnasium, ``"module:Env-v0"`` for one that a module registers when it is imported, or names of
+            Meta-World tasks.
+
+    Returns:
+        The library, and full names.
+
+    Raises:
+        ValueError: Neither knows a name, or its module cannot be imported.
+    """
+    if len(names) == 1:
+        module, _, name = names[0].rpartition(":")
+        if module:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ValueError(
+                    f"unknown environment {names[0]!r}: {error}. Expected MODULE:ID, where importing the module registers the "
+                    f"id; install the package, or put the module's folder on PYTHONPATH."
+                ) from None
+        if name in gym.registry:
+            return "gymnasium", names
     from icrl_gym import metaworld
 
     try:
@@ -134,7 +157,7 @@ def resolve_envs(names: tuple[str, ...]) -> tuple[Literal["metaworld", "gymnasiu
             hint = f"Did you mean {', '.join(close)}? " if close else ""
             raise ValueError(
                 f"unknown environment {names[0]!r}: neither a Meta-World task nor a registered Gymnasium id. {hint}"
-                f"Several environments in one run must be Meta-World tasks."
+                f"An id that a module registers is MODULE:ID. Several environments in one run must be Meta-World tasks."
             ) from None
         raise error
 

@@ -1,6 +1,8 @@
 """Evaluations that leave no trace, critics by name, statistics against hand calculations, and a report that hides nothing."""
 
 import csv
+import dataclasses
+import json
 import math
 import shutil
 
@@ -15,7 +17,7 @@ from icrl_gym.benchmark import BenchmarkConfig, benchmark
 from icrl_gym.cli import main
 from icrl_gym.critic_choices import CRITICS, CriticConfig
 from icrl_gym.evaluation import evaluation_seed, randomness_untouched
-from icrl_gym.runs import EvaluationEpisode, RunFolder
+from icrl_gym.runs import EvaluationEpisode, FolderInUseError, RunFolder
 from icrl_gym.statistics import (
     interquartile_mean,
     normalized,
@@ -293,6 +295,157 @@ def test_what_has_not_finished_is_named(tmp_path):
     report = (tmp_path / "results.md").read_text()
     assert "1 of 2 runs have not finished" in report and "- Pendulum-v1-mlp-seed0: not started" in report
     assert "stretches of training episodes" in report and not (tmp_path / "runs" / "Pendulum-v1-mlp-seed0").exists()
+
+
+MORTAL = """
+import os
+from multiprocessing import parent_process
+from pathlib import Path
+
+import gymnasium as gym
+from gymnasium.envs.classic_control import PendulumEnv
+
+
+class Mortal(PendulumEnv):
+    # Kills its process in the middle of the first run that trains with it, after a checkpoint.
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        mark = Path(os.environ["MORTAL"])
+        if self.steps == 100 and parent_process() is not None and not mark.exists():
+            mark.touch()
+            os._exit(1)
+        return super().step(action)
+
+
+gym.register("Mortal-v0", Mortal, max_episode_steps=20)
+"""
+
+
+def test_a_killed_worker_fails_its_own_run_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mortal_env.py").write_text(MORTAL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MORTAL", str(tmp_path / "mark"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out"
+    arguments = [
+        "benchmark",
+        "--envs",
+        "mortal_env:Mortal-v0",
+        "--critics",
+        "mlp",
+        "none",
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+    ]
+    for name, value in {**SMALL, "eval_freq": 0}.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    assert main([*arguments, "--out", str(out)]) == 1
+    assert "mlp-seed0: its process died" in capsys.readouterr().err
+    report = (out / "results.md").read_text()
+    assert "1 of 2 runs have not finished" in report and "-mlp-seed0: running, 0 steps at its last" in report
+    (folder,) = map(RunFolder, (out / "runs").glob("*mlp-seed0"))
+    assert [p.name for p in folder.checkpoints] == ["step_0000000128"] and not folder.finished
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert "2 runs, 1 finished before, 1 to go" in capsys.readouterr().out
+    assert folder.finished and "not finished" not in (out / "results.md").read_text()
+
+
+def test_a_second_benchmark_leaves_a_run_that_is_at_work_alone(tmp_path, capsys):
+    options = {**SMALL, "seeds": 1, "envs": ("Pendulum-v1",), "critics": ("mlp", "none"), "eval_freq": 0, "jobs": 1}
+    config = BenchmarkConfig(**options, out=str(tmp_path))
+    first = TrainingRun(config.runs()[0])
+    first.folder.write_config(json.loads(json.dumps(dataclasses.asdict(first.config))))  # begun, before any checkpoint
+    (first.folder.path / "mine").touch()
+    with first.folder.lock(), pytest.raises(FolderInUseError, match="mlp-seed0: another process"):
+        benchmark(config)
+    assert (first.folder.path / "mine").exists() and not first.folder.finished
+    assert [row["critic"] for row in read_rows(tmp_path)] == ["none"]  # the other went on
+    benchmark(config)
+    assert first.folder.finished and (first.folder.path / "mine").exists()
+
+
+def test_aggregates_are_over_the_tasks_that_all_critics_have(tmp_path):
+    envs = ("Pendulum-v1", "MountainCarContinuous-v0")
+    options = {**SMALL, "n_steps": 1024, "total_timesteps": 2048, "checkpoint_freq": 2048, "eval_freq": 0, "seeds": 2}
+    config = BenchmarkConfig(**options, envs=envs, critics=("mlp", "none"), out=str(tmp_path), report_only=True)
+    runs = {run.label(): run for run in config.runs()}
+    for label in ("Pendulum-v1-mlp-seed0", "Pendulum-v1-none-seed0", "MountainCarContinuous-v0-mlp-seed0"):
+        train(runs[label])
+    benchmark(config)
+    report = (tmp_path / "results.md").read_text()
+    assert "Over one task, without MountainCarContinuous-v0, where not every critic has a finished run" in report
+    assert "seeds are missing" not in report and len(read_rows(tmp_path)) == 3
+    train(runs["Pendulum-v1-none-seed1"])
+    benchmark(config)
+    assert "Critics have unequal numbers of runs here: seeds are missing." in (tmp_path / "results.md").read_text()
+    # A critic without any run at all leaves the others' comparison alone.
+    benchmark(dataclasses.replace(config, critics=("mlp", "none", "paper")))
+    assert "| none | 2 |" in (tmp_path / "results.md").read_text()
+    train(runs["MountainCarContinuous-v0-none-seed0"])
+    shutil.rmtree(runs["Pendulum-v1-none-seed0"].run_dir)
+    shutil.rmtree(runs["Pendulum-v1-none-seed1"].run_dir)
+    shutil.rmtree(runs["MountainCarContinuous-v0-mlp-seed0"].run_dir)
+    benchmark(config)
+    assert "on no task has every critic a finished run" in (tmp_path / "results.md").read_text()
+
+
+def test_a_run_without_its_evaluations_is_named(tmp_path):
+    options = {
+        **SMALL,
+        "seeds": 2,
+        "envs": ("Pendulum-v1",),
+        "critics": ("none",),
+        "eval_freq": 128,
+        "eval_episodes": 1,
+    }
+    config = BenchmarkConfig(**options, out=str(tmp_path), report_only=True)
+    for run in config.runs():
+        train(run)
+    (tmp_path / "runs" / "Pendulum-v1-none-seed1" / "evaluations.csv").unlink()
+    benchmark(config)
+    report = (tmp_path / "results.md").read_text()
+    assert "1 of 2 runs cannot be read" in report and "evaluations.csv' holds no evaluation, and the run had" in report
+    assert [row["seeds"] for row in read_rows(tmp_path)] == ["1"] and "evaluations on held-out goals" in report
+
+
+def test_a_speed_that_was_never_measured_is_blank(tmp_path, capsys):
+    options = {**SMALL, "seeds": 1, "envs": ("Pendulum-v1",), "critics": ("none",), "eval_freq": 0}
+    config = BenchmarkConfig(**options, out=str(tmp_path))
+    folder = RunFolder(train(config.runs()[0]))
+    # Killed after its last checkpoint, before its end was written.
+    (folder.path / "run.json").write_text(json.dumps({"status": "running", "timesteps": 0}))
+    benchmark(config)
+    assert folder.finished and "nan" in capsys.readouterr().out
+    assert [row["steps/s"] for row in read_rows(tmp_path)] == [""]
+    (folder.path / "run.json").write_text(json.dumps({"status": "running", "timesteps": 0}))
+    assert main(["train", "--resume", str(folder.path)]) == 0
+    assert "done: 256 steps; " in capsys.readouterr().out
+
+
+def test_a_folder_with_a_run_s_end_but_no_settings_is_no_run(tmp_path):
+    options = {**SMALL, "seeds": 1, "envs": ("Pendulum-v1",), "critics": ("mlp",), "eval_freq": 0}
+    config = BenchmarkConfig(**options, out=str(tmp_path), report_only=True)
+    RunFolder(str(config.runs()[0].run_dir)).update_status(status="finished")
+    with pytest.raises(ValueError, match="no run of these has finished"):
+        benchmark(config)
+    with pytest.raises(ValueError, match=r"is not empty. Take another, or delete what is there, which is no run"):
+        benchmark(dataclasses.replace(config, report_only=False))
+
+
+def test_a_setting_of_the_critic_that_came_later_had_its_default(tmp_path):
+    options = {**SMALL, "seeds": 1, "envs": ("Pendulum-v1",), "critics": ("in-context",), "eval_freq": 0}
+    config = BenchmarkConfig(**options, out=str(tmp_path), report_only=True)
+    folder = RunFolder(train(config.runs()[0]))
+    stored = folder.config
+    del stored["critic_options"]["ridge"]
+    folder.write_config(stored)
+    benchmark(config)
+    with pytest.raises(ValueError, match="holds a run with --critic-options"):
+        benchmark(dataclasses.replace(config, critic_options=CriticConfig(ridge=0.5)))
 
 
 def test_several_meta_world_tasks_at_once_in_a_benchmark(tmp_path):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, Future
 
 import gymnasium as gym
 import numpy as np
@@ -292,27 +291,18 @@ def test_the_benchmark_says_what_is_wrong_before_it_runs_anything(tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-class _HereAndNow(Executor):
-    """Stands in for a pool of processes; the second run fails."""
-
-    def __init__(self, *_, **__):
-        self.calls = 0
-
-    def submit(self, function, run):
-        future = Future()
-        self.calls += 1
-        if self.calls == 2:
-            future.set_exception(ValueError("inside"))
-        else:
-            future.set_result(function(run))
-        return future
+def _second_fails(function, run):
+    """Stands in for a process of its own."""
+    if run.seed == 1:
+        raise ValueError("inside")
+    return function(run)
 
 
 def test_a_run_that_fails_inside_keeps_its_traceback_and_the_others_their_results(tmp_path, monkeypatch):
     options = {"envs": ("Pendulum-v1",), "critics": ("mlp",), "n_envs": 2, "n_steps": 64, "n_epochs": 1, "jobs": 1}
     config = BenchmarkConfig(**options, seeds=3, total_timesteps=128, out=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(benchmark_module, "ProcessPoolExecutor", _HereAndNow)
+        patch.setattr(benchmark_module, "in_own_process", _second_fails)
         with pytest.raises(RuntimeError, match="Pendulum-v1-mlp-seed1 failed") as caught:
             benchmark(config)
     assert isinstance(caught.value.__cause__, ValueError)

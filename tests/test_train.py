@@ -1,6 +1,7 @@
 """`icrl-gym` as a user runs it: folders, resuming, comparing, and one line for what is wrong."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from icrl_gym.cli import main
 from icrl_gym.critic import InContextCritic
 from icrl_gym.plots import binned
-from icrl_gym.runs import Episode, RunFolder, load_contexts
+from icrl_gym.runs import Episode, FolderInUseError, RunFolder, load_contexts
 from icrl_gym.statistics import bootstrap_interval
 from icrl_gym.train import CriticConfig, TrainConfig, TrainingRun, train
 from icrl_gym.train_callbacks import RunCallback
@@ -123,6 +124,48 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
         e.step for e in EventAccumulator(str(folder.path / "tensorboard")).Reload().Scalars("td_error/rollout_rms")
     ]
     assert steps == sorted(set(steps)) and steps[-1] == 6144
+
+
+def test_a_run_that_begins_again_has_no_trace_of_its_first_beginning(tmp_path):
+    whole = RunFolder(train(small(tmp_path / "whole", eval_freq=256, eval_episodes=1)))
+    folder = RunFolder(train(small(tmp_path / "run", eval_freq=256, eval_episodes=1)))
+    # Killed before its first checkpoint, with everything else already written.
+    shutil.rmtree(folder.path / "checkpoints")
+    folder.update_status(status="running")
+    train(TrainConfig(resume=str(folder.path)))
+    assert folder.finished and len(folder.read_episodes()) == len(whole.read_episodes()) > 0
+    assert [(e.timesteps, e.episode) for e in folder.read_evaluations()] == [
+        (e.timesteps, e.episode) for e in whole.read_evaluations()
+    ]
+    board = EventAccumulator(str(folder.path / "tensorboard")).Reload()
+    steps = [event.step for event in board.Scalars("td_error/rollout_rms")]
+    assert steps == sorted(set(steps)) and len(list((folder.path / "tensorboard").iterdir())) == 1
+
+
+def test_what_another_process_did_since_is_not_done_again(tmp_path):
+    config = small(tmp_path / "run", critic="mlp")
+    early, late = TrainingRun(config), TrainingRun(config)
+    early.learn()
+    with pytest.raises(FolderInUseError, match="since this one read it; give the command again"):
+        late.learn()
+    (early.folder.path / "run.json").unlink()
+    early.folder.update_status(status="running")
+    shutil.rmtree(early.folder.checkpoints[-1])
+    first, second = (TrainingRun(TrainConfig(resume=str(early.folder.path))) for _ in range(2))
+    first.learn()
+    written = (early.folder.path / "episodes.csv").read_text()
+    with pytest.raises(FolderInUseError):
+        second.learn()
+    assert first.folder.finished and (early.folder.path / "episodes.csv").read_text() == written
+
+
+def test_leftovers_of_a_killed_process_are_no_run(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / ".lock").touch()
+    (path / ".partial_config.json").touch()
+    folder = RunFolder(train(small(path, critic="none")))
+    assert folder.finished and not list(path.glob(".partial_*"))
 
 
 def test_a_finished_run_has_nothing_to_do_but_may_be_made_longer(tmp_path, capsys):
@@ -311,6 +354,21 @@ def test_images_and_odd_actions_are_refused(tmp_path, capsys):
         gym.register(f"icrl_gym_tests/{name}-v0", cls)
         assert main(["train", "--env", f"icrl_gym_tests/{name}-v0", "--run-dir", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_id_that_a_module_registers_is_imported_with_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "their_envs.py").write_text(
+        "import gymnasium as gym\n"
+        "gym.register('Theirs-v0', 'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=20)\n"
+    )
+    arguments = ["train", "--critic", "none", "--n-envs", "2", "--n-steps", "32", "--total-timesteps", "64", "--env"]
+    assert main([*arguments, "their_envs:Theirs-v0"]) == 2
+    assert "No module named 'their_envs'. Expected MODULE:ID" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main([*arguments, "their_envs:Theirs-v7"]) == 2
+    assert "neither a Meta-World task nor a registered Gymnasium id" in capsys.readouterr().err
+    assert main([*arguments, "their_envs:Theirs-v0", "--run-dir", str(tmp_path / "run")]) == 0
+    assert len(RunFolder(tmp_path / "run").read_episodes()) == 2
 
 
 def test_a_folder_in_use_is_refused(tmp_path, capsys):
