@@ -35,7 +35,11 @@ def require_solved(
         FloatingPointError: See :func:`fixed_point`.
     """
     # A system can be singular but for rounding: no pivot is zero, and yet the solution does not solve it.
-    unsolved = (apply(matrix, solution) - right).norm(dim=-1) > 1e-3 * right.norm(dim=-1)
+    size = right.norm(dim=-1)
+    unsolved = (apply(matrix, solution) - right).norm(dim=-1) > 1e-3 * size
+    # Nor does a residual tell anything where rounding the product weighs more than the right side: the condition is above 1 / eps.
+    rounding = torch.finfo(solution.dtype).eps * matrix.flatten(-2).norm(dim=-1) * solution.norm(dim=-1)
+    unsolved |= rounding > size
     if bool(unsolved.any()) or not bool(torch.isfinite(errors).all()):
         raise _not_unique(ridge)
     if errors.shape[-1] and not math.isinf(most_growth):
