@@ -8,6 +8,7 @@ import torch
 
 from icrl_gym import Context, InContextTransformer
 from icrl_gym.kernels import ExponentialKernel, LaplacianKernel, LinearKernel, MaternKernel, RBFKernel
+from icrl_gym.linear_solve import require_solved
 
 
 def random_context(n=12, d=3, seed=0, fill=1.0, end=0.25):
@@ -134,6 +135,17 @@ def test_a_system_that_only_rounding_makes_regular_is_refused(kernel, n, d):
         InContextTransformer(kernel, gamma=0.9, n_layers=math.inf, ridge=0.0).condition(both)
     solved = InContextTransformer(kernel, gamma=0.9, n_layers=math.inf, ridge=1e-4).condition(context)
     assert float(solved(context.states).abs().max()) < 1e3
+
+
+def test_a_solution_that_rounding_outweighs_is_none_whatever_its_residual():
+    # The residual is zero here, as it may be by chance; a solution of 1e20 to a right side of one rests on no digit of the matrix.
+    matrix = torch.diag(torch.tensor([1.0, 1e-20], dtype=torch.float64))
+    right = torch.ones(2, dtype=torch.float64)
+    solution = torch.tensor([1.0, 1e20], dtype=torch.float64)
+    with pytest.raises(FloatingPointError, match="not unique"):
+        require_solved(matrix, solution, right, right, right, 0.0, math.inf)
+    fair = torch.diag(torch.tensor([1.0, 1e-12], dtype=torch.float64))
+    require_solved(fair, torch.linalg.solve(fair, right), right, right, right, 0.0, math.inf)
 
 
 def test_a_regular_system_without_ridge_is_solved():
